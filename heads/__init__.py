@@ -1,0 +1,1 @@
+"""What a draft head is: the contract, the kinds, the frozen target, recorded paths and export."""

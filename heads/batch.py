@@ -1,0 +1,63 @@
+"""A batch of packed paths, in slot space.
+
+Slot p of a path holds (feature_p, x_{p+1}) at rotary position p, so a path of N tokens has N - 1 slots and the last
+token, which the target never has to read, needs no feature. Everything the contract speaks of is then an index away:
+the label of (t, j) is x_{t+2+j} = `next_token_T[t+1+j]`, its teacher is the target's distribution after slot t+1+j.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass
+class Batch:
+    """Paths packed end to end along T; slots from `offsets[-1]` on are filler that belongs to no path."""
+
+    taps_TF: Tensor  # concatenated tap states, ascending tap order, F = num_taps * hidden size
+    final_TH: Tensor  # state after the target's final norm: the input of its output head
+    next_token_T: Tensor  # int64, x_{p+1}
+    next_generated_T: Tensor  # bool, whether x_{p+1} is part of the reply
+    next_logprob_T: Tensor  # float32, log p(x_{p+1}) under the raw target; nan where not generated
+    position_T: Tensor  # int64, rotary position p
+    offsets: list[int]  # R + 1 row boundaries
+    prompt_ids: list[str]
+    routes: list[str]
+
+    @property
+    def num_tokens(self) -> int:
+        """Real slots (no filler), prompts included."""
+        return self.offsets[-1]
+
+    def to(self, device: torch.device | str) -> "Batch":
+        moved = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in vars(self).items()}
+        return Batch(**moved)
+
+
+def supervised_pairs(batch: Batch, depth: int) -> tuple[Tensor, Tensor]:
+    """Starts and validity of every pair (t, j) that serving can meet.
+
+    (t, j) counts exactly when x_{t+1} .. x_{t+2+j} all lie in one generated reply of one path.
+
+    Returns:
+        start_S: int64 slot indices t with a valid pair at depth 0, ascending.
+        valid_SD: bool, `valid_SD[s, j]` for the pair (start_S[s], j).
+    """
+    generated_T = batch.next_generated_T
+    num_slots = generated_T.shape[0]
+    slot_T = torch.arange(num_slots, device=generated_T.device)
+    row_T = torch.bucketize(slot_T, torch.tensor(batch.offsets[1:], device=slot_T.device), right=True)
+    inside_T = slot_T < batch.offsets[-1]
+    alive_T = generated_T & inside_T  # x_{t+1} is in the reply
+    valid = []
+    for j in range(depth):
+        shifted = torch.zeros_like(alive_T)
+        if num_slots > 1 + j:
+            same_row = row_T[: num_slots - 1 - j] == row_T[1 + j :]
+            shifted[: num_slots - 1 - j] = generated_T[1 + j :] & inside_T[1 + j :] & same_row
+        alive_T = alive_T & shifted  # and x_{t+2+j} too
+        valid.append(alive_T)
+    valid_TD = torch.stack(valid, dim=1)
+    start_S = valid_TD[:, 0].nonzero().squeeze(1)
+    return start_S, valid_TD[start_S]

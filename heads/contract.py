@@ -1,0 +1,96 @@
+"""The one contract of every head: `rollout` and `draft` answer the same question in two ways.
+
+Given the target's features up to t and the tokens up to x_{t+1+j}: what is q(x_{t+2+j})?
+
+* `rollout` answers for all recorded starts at once, teacher-forced; training and offline acceptance read it.
+* `draft` answers one block at a time with a key/value cache, as an engine does; the live loop reads it.
+
+A test holds the two equal for every head, so that what trains well also serves well.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from headstart.heads.batch import Batch
+
+# Chooses the next draft token of every row from draft logits [B, Vd]; returns draft-vocabulary indices [B].
+Sampler = Callable[[Tensor], Tensor]
+
+
+def greedy(logits_BV: Tensor) -> Tensor:
+    """The sampler that takes the largest logit."""
+    return logits_BV.argmax(-1)
+
+
+@dataclass
+class Rollout:
+    """States of all supervised pairs; loss and eval project them to logits in chunks (`Head.logits`)."""
+
+    state_SDH: Tensor  # input of the head's output layer at (start, depth)
+    start_S: Tensor  # int64 slot index t of each start in the batch
+    valid_SD: Tensor  # bool: the pair can be met in serving
+
+
+@dataclass
+class Draft:
+    """One drafted chain a row: target token ids, and the draft logits they were chosen from."""
+
+    tokens_BK: Tensor  # int64, target vocabulary ids
+    logits_BKV: Tensor  # draft-vocabulary logits of each step
+
+
+class Head(nn.Module, ABC):
+    """What is trained: a draft of any kind for one frozen target."""
+
+    kind: ClassVar[str]
+    draft_ids_V: Tensor  # int64 [Vd], ascending target ids of the draft vocabulary
+
+    @abstractmethod
+    def rollout(self, batch: Batch, depth: int) -> Rollout:
+        """Teacher-forced states for all starts t and depths j < depth, own states recycled as in serving."""
+
+    @abstractmethod
+    def logits(self, state: Tensor) -> Tensor:
+        """Project states [.., H] to draft-vocabulary logits [.., Vd]."""
+
+    @abstractmethod
+    def output_weight(self) -> Tensor:
+        """The [Vd, H] matrix behind `logits`, for losses that fuse the projection."""
+
+    @abstractmethod
+    def start(self, features_BTF: Tensor, next_tokens_BT: Tensor, lengths_B: Tensor, max_length: int) -> Any:
+        """Read the prompt: features of x_0..x_t and tokens x_1..x_{t+1}, right-padded; rows are `lengths_B` long.
+
+        Features are what this kind reads from the target (the taps, or `final`). Returns the draft state, with room for
+        `max_length` slots a row.
+        """
+
+    @abstractmethod
+    def draft(self, state: Any, depth: int, sampler: Sampler = greedy) -> Draft:
+        """Draft `depth` tokens a row after x_{t+1}. After a block's first step one token a row is fed."""
+
+    @abstractmethod
+    def accept(self, state: Any, features_BTF: Tensor, next_tokens_BT: Tensor, num_accepted_B: Tensor) -> None:
+        """Take the verification's result: T = depth + 1 slots were scored and row b keeps num_accepted_b + 1 of them.
+
+        `features_BTF[:, i]` is the target's feature at t+1+i and `next_tokens_BT[:, i]` is x_{t+2+i} (accepted
+        drafts, then the corrected or bonus token). Slots of own states are rewritten from target features. A row with
+        num_accepted = -1 is left untouched (it has finished).
+        """
+
+    @abstractmethod
+    def load_target(self, target: Any, initialise: bool) -> None:
+        """Attach the target's frozen tensors (embedding) and, for a new head, initialise weights from the target's."""
+
+    def trained_tensors(self) -> dict[str, Tensor]:
+        """Exactly what a checkpoint holds: trained parameters, never the frozen target's weights."""
+        return {name: p for name, p in self.named_parameters() if p.requires_grad}
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.parameters()).device

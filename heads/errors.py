@@ -1,0 +1,9 @@
+"""Errors a user can act on: what was found, what was expected, what to run next."""
+
+
+class WrongInput(Exception):
+    """Input that cannot work. Printed without a traceback; the process exits with code 2."""
+
+
+class GateFailed(Exception):
+    """The work is done, but a measured value does not pass. Printed without a traceback; exit code 3."""

@@ -1,0 +1,43 @@
+"""The numbers about a target that a head is built from; no weights, no torch."""
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class TargetFacts:
+    """Read once from the target's config; stored in every head's `head.json`."""
+
+    name: str
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    vocab_size: int  # rows of the embedding table, padding included
+    num_tokens: int  # ids the tokenizer can produce; ids from here on are never drafted
+    rms_norm_eps: float
+    rope_parameters: dict[str, Any]  # transformers' form: {"rope_type": "default", "rope_theta": 1e5, ..}
+    max_position: int
+    special_ids: list[int]  # specials and stop tokens, ascending
+    stop_ids: list[int]
+    fingerprint: dict[str, str]  # weights, config, tokenizer, chat_template
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> "TargetFacts":
+        return cls(**values)
+
+
+def default_taps(num_layers: int) -> list[int]:
+    """The taps serving engines fall back to: (2, N // 2, N - 3), clamped to distinct valid ids on shallow targets."""
+    taps = sorted({min(max(tap, 0), num_layers) for tap in (2, num_layers // 2, num_layers - 3)})
+    candidate = 0
+    while len(taps) < 3 and candidate <= num_layers:
+        if candidate not in taps:
+            taps.append(candidate)
+        candidate += 1
+    return sorted(taps)

@@ -1,0 +1,78 @@
+"""Prompts and paths: what was asked, and the token ids the target answered with.
+
+A path is the record of one reply. Everything later (features, labels, acceptance) is derived from its token ids; text
+is never rendered or tokenised again.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path as FilePath
+from typing import Any
+
+import numpy as np
+
+SPLITS = ("train", "validation", "heldout")
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One request: chat messages with a route tag and a split."""
+
+    route: str
+    messages: tuple[dict[str, str], ...]
+    split: str = "train"
+    template_kwargs: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def prompt_id(self) -> str:
+        """Content hash of messages and template kwargs: the same request has one id in every run."""
+        content = json.dumps([list(self.messages), self.template_kwargs], sort_keys=True, ensure_ascii=False)
+        return hashlib.sha256(content.encode()).hexdigest()
+
+
+@dataclass(frozen=True)
+class Path:
+    """Token ids x_0..x_{N-1} of one request and its reply, N = P + n (P prompt tokens, then n generated ones).
+
+    `logprob_N` is the log-probability under the raw target (temperature 1, no filter), nan where not generated.
+    `finish_reason` is `stop` (the last token is a stop token) or `length` (cut by a limit; no stop token is invented).
+    """
+
+    prompt_id: str
+    route: str
+    split: str
+    token_N: np.ndarray  # int32
+    generated_N: np.ndarray  # bool
+    logprob_N: np.ndarray  # float32
+    finish_reason: str
+    sampling: dict[str, Any]
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return int(len(self.token_N) - self.generated_N.sum())
+
+    @property
+    def num_reply_tokens(self) -> int:
+        return int(self.generated_N.sum())
+
+
+def read_paths(folder: FilePath, split: str | None = None) -> Iterator[Path]:
+    """Yield the paths of a traffic stage folder in stored order, optionally of one split only."""
+    import pyarrow.parquet as parquet
+
+    for file in sorted(folder.glob("part-*.parquet")):
+        for row in parquet.read_table(file).to_pylist():
+            if row["finish_reason"] == "error" or (split is not None and row["split"] != split):
+                continue
+            yield Path(
+                prompt_id=row["prompt_id"],
+                route=row["route"],
+                split=row["split"],
+                token_N=np.asarray(row["token_ids"], dtype=np.int32),
+                generated_N=np.asarray(row["generated"], dtype=bool),
+                logprob_N=np.asarray([np.nan if x is None else x for x in row["logprob"]], dtype=np.float32),
+                finish_reason=row["finish_reason"],
+                sampling=json.loads(row["sampling"]),
+            )

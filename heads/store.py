@@ -1,0 +1,154 @@
+"""Stage folders: one input, one output, and a manifest whose key hashes everything that changes the result.
+
+A stage folder lives once under `<root>/.stages/<stage>-<key12>/` and runs link to it, so that two recipes share traffic
+and features. A stage with a complete manifest of the same key is reused; a running one is continued.
+"""
+
+import hashlib
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from headstart import __version__
+from headstart.heads.errors import WrongInput
+
+MANIFEST = "manifest.json"
+MANIFEST_SCHEMA = "headstart.manifest/1"
+
+
+@contextmanager
+def atomic_path(path: Path) -> Iterator[Path]:
+    """Yield a temporary sibling of `path` that replaces it on success: readers never see half a file."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        yield temporary
+        if temporary.is_file():
+            with temporary.open("rb") as handle:
+                os.fsync(handle.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write JSON whole or not at all."""
+    with atomic_path(path) as temporary:
+        temporary.write_text(json.dumps(value, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def read_json(path: Path) -> Any:
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def hash_json(value: Any) -> str:
+    """sha256 of canonical JSON."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+def hash_file(path: Path) -> str:
+    with path.open("rb") as handle:
+        return hashlib.file_digest(handle, "sha256").hexdigest()
+
+
+def versions() -> dict[str, str]:
+    """Versions of what results depend on."""
+    found = {"python": sys.version.split()[0], "headstart": __version__}
+    for name in ("torch", "transformers", "accelerate", "datasets", "safetensors"):
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = "absent"
+    return found
+
+
+@dataclass
+class Stage:
+    """An open stage folder. `outputs` maps file name to {"sha256", "bytes", "rows"}."""
+
+    folder: Path
+    manifest: dict[str, Any]
+
+    @property
+    def key(self) -> str:
+        return str(self.manifest["key"])
+
+    @property
+    def complete(self) -> bool:
+        return bool(self.manifest["state"] == "complete")
+
+    @property
+    def outputs(self) -> dict[str, dict[str, Any]]:
+        outputs: dict[str, dict[str, Any]] = self.manifest["outputs"]
+        return outputs
+
+    def record(self, name: str, rows: int) -> None:
+        """Commit one finished file: from here on a rerun keeps it."""
+        path = self.folder / name
+        self.outputs[name] = {"sha256": hash_file(path), "bytes": path.stat().st_size, "rows": rows}
+        self._write()
+
+    def finish(self) -> None:
+        self.manifest["state"] = "complete"
+        self.manifest["made_by"]["finished"] = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+        self._write()
+
+    def _write(self) -> None:
+        write_json(self.folder / MANIFEST, self.manifest)
+
+
+def stage_inputs(
+    stage_version: int, settings: dict[str, Any], parents: dict[str, str], target: dict[str, str] | None
+) -> dict[str, Any]:
+    """Everything that changes a stage's result; its hash is the stage's key."""
+    return {"stage_version": stage_version, "settings": settings, "parents": parents, "target": target}
+
+
+def stage_folder(root: Path, stage: str, key: str) -> Path:
+    return root / ".stages" / f"{stage}-{key[:12]}"
+
+
+def open_stage(root: Path, stage: str, inputs: dict[str, Any], seed: int) -> Stage:
+    """Open the stage folder of these inputs: fresh, interrupted (continue it) or complete (reuse it).
+
+    Raises:
+        WrongInput: the folder holds a manifest of another key or of a newer schema.
+    """
+    key = hash_json(inputs)
+    folder = stage_folder(root, stage, key)
+    folder.mkdir(parents=True, exist_ok=True)
+    if (folder / MANIFEST).exists():
+        manifest = read_json(folder / MANIFEST)
+        if manifest.get("schema") != MANIFEST_SCHEMA or manifest.get("key") != key:
+            raise WrongInput(
+                f"{folder / MANIFEST}: found schema {manifest.get('schema')!r} and key "
+                f"{str(manifest.get('key'))[:12]!r}, expected {MANIFEST_SCHEMA!r} and {key[:12]!r}.\n"
+                "Move that folder away and run again."
+            )
+        return Stage(folder, manifest)
+    manifest = {
+        "schema": MANIFEST_SCHEMA,
+        "stage": stage,
+        "state": "running",
+        "key": key,
+        "inputs": inputs,
+        "outputs": {},
+        "made_by": {
+            "headstart": __version__,
+            "commit": os.environ.get("HEADSTART_COMMIT"),
+            "argv": sys.argv,
+            "versions": versions(),
+            "seed": seed,
+            "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+            "finished": None,
+        },
+    }
+    stage_ = Stage(folder, manifest)
+    stage_._write()
+    return stage_

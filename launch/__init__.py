@@ -1,0 +1,1 @@
+"""From a recipe to its stages: schema, command line, run folder, processes."""

@@ -1,0 +1,43 @@
+"""The whole recipe: one dataclass whose fields are the sections of the YAML file. No torch here."""
+
+from dataclasses import dataclass, field
+
+from headstart.eval.settings import EvalSettings, ExportSettings
+from headstart.heads.settings import Eagle3Settings, TargetSettings
+from headstart.trainer.settings import (
+    FeatureSettings,
+    PromptSettings,
+    TrackingSettings,
+    TrafficSettings,
+    TrainSettings,
+)
+
+
+@dataclass(frozen=True)
+class RunSettings:
+    """Where results go and what makes them repeat."""
+
+    name: str = ""
+    """Folder under `root`; empty means the recipe file's name."""
+    root: str = "runs"
+    """Folder for all runs, created in the current folder."""
+    seed: int = 0
+    """Seeds head weights, batch order and sampled replies."""
+    threads: int = 0
+    """CPU threads; 0 means the cores this process may use, shared by the processes on this machine."""
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Everything a run depends on."""
+
+    run: RunSettings = field(default_factory=RunSettings)
+    target: TargetSettings = field(default_factory=TargetSettings)
+    prompts: PromptSettings = field(default_factory=PromptSettings)
+    traffic: TrafficSettings = field(default_factory=TrafficSettings)
+    features: FeatureSettings = field(default_factory=FeatureSettings)
+    head: Eagle3Settings = field(default_factory=Eagle3Settings)
+    train: TrainSettings = field(default_factory=TrainSettings)
+    eval: EvalSettings = field(default_factory=EvalSettings)
+    export: ExportSettings = field(default_factory=ExportSettings)
+    tracking: TrackingSettings = field(default_factory=TrackingSettings)

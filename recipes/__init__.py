@@ -1,0 +1,1 @@
+"""Runnable recipes and the built-in prompt sets (data; no code)."""

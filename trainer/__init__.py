@@ -1,0 +1,1 @@
+"""From prompts to a trained head: traffic, features, batches, losses, the loop, checkpoints."""
