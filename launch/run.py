@@ -1,0 +1,170 @@
+"""The run folder: one name, one training, one writer; stage folders are linked, never copied."""
+
+import fcntl
+import os
+import shlex
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+from headstart import __version__
+from headstart.heads.errors import WrongInput
+from headstart.heads.store import atomic_path, hash_json, read_json, versions, write_json
+
+RUN_SCHEMA = "headstart.run/1"
+
+
+def differing_fields(ours: Any, theirs: Any, path: str = "") -> list[str]:
+    """Dotted paths at which two nested mappings differ, with both values."""
+    if isinstance(ours, dict) and isinstance(theirs, dict):
+        found = []
+        for key in sorted({*ours, *theirs}):
+            found += differing_fields(ours.get(key), theirs.get(key), f"{path}.{key}" if path else key)
+        return found
+    return [] if ours == theirs else [f"{path} ({theirs!r} there, {ours!r} here)"]
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Hold `folder` as its only writer; the lock goes with the process, even after `kill -9`.
+
+    Raises:
+        WrongInput: another process writes there.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / ".lock").open("a+") as handle:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            handle.seek(0)
+            raise WrongInput(
+                f"{folder} is being written by another process ({handle.read().strip() or 'pid unknown'}).\n"
+                "Wait for it to end, stop it, or give this run another name: run.name=NAME"
+            ) from None
+        handle.truncate(0)
+        handle.write(f"pid {os.getpid()}")
+        handle.flush()
+        yield
+
+
+@dataclass
+class RunFolder:
+    """`<root>/<name>/`: the resolved recipe, the command, the console, links to stages, and what this run made."""
+
+    folder: Path
+
+    @property
+    def root(self) -> Path:
+        """Folder of all runs, which also holds the stage store."""
+        return self.folder.parent
+
+    @property
+    def name(self) -> str:
+        return self.folder.name
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.folder / "checkpoints"
+
+    @property
+    def metrics(self) -> Path:
+        return self.folder / "metrics.jsonl"
+
+    @property
+    def eval(self) -> Path:
+        return self.folder / "eval"
+
+    @property
+    def export(self) -> Path:
+        """Holds one folder per engine."""
+        return self.folder / "export"
+
+    def link(self, name: str, stage_folder: Path) -> None:
+        """Point `<run>/<name>` at a stage folder by a relative link, so that `runs/` can be moved as a whole."""
+        link = self.folder / name
+        if link.exists() and not link.is_symlink():
+            raise WrongInput(f"{link} is in the way of a link to {stage_folder}: move it away and run again.")
+        with atomic_path(link) as temporary:
+            temporary.symlink_to(os.path.relpath(stage_folder, self.folder))
+
+    def claim(self, inputs: dict[str, Any]) -> None:
+        """Bind this run's name to one training: everything that changes its result, as nested JSON.
+
+        The first caller writes `run.json`; later ones must bring equal inputs. New top-level parts may be added by a
+        later call (the settings are known before the parents' keys are).
+
+        Raises:
+            WrongInput: the name belongs to another training; the message names the differing fields.
+        """
+        path = self.folder / "run.json"
+        held: dict[str, Any] = read_json(path)["inputs"] if path.exists() else {}
+        shared = {key: value for key, value in held.items() if key in inputs}
+        differing = differing_fields({key: inputs[key] for key in shared}, shared)
+        if differing:
+            shown = differing[:8] + ([f"and {len(differing) - 8} more"] if len(differing) > 8 else [])
+            raise WrongInput(
+                f"{self.folder} belongs to another training. It differs in:\n  "
+                + "\n  ".join(shown)
+                + f"\nGive this run its own name (run.name={self.name}-2), or add --fresh to move the old one aside."
+            )
+        merged = {**held, **inputs}
+        if merged != held:
+            write_json(path, {"schema": RUN_SCHEMA, "key": hash_json(merged), "inputs": merged})
+
+    def set_aside(self) -> Path | None:
+        """Rename an existing run out of the way (`--fresh`); nothing is deleted. Returns its new folder."""
+        if not self.folder.exists():
+            return None
+        number = 1
+        while (aside := self.root / f"{self.name}.old-{number}").exists():
+            number += 1
+        self.folder.rename(aside)
+        return aside
+
+    def write_command(self) -> None:
+        """Append how this run was called: time, folder, command line, versions."""
+        with (self.folder / "command.txt").open("a", encoding="utf-8") as handle:
+            stamp = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+            handle.write(f"# {stamp}  headstart {__version__}  pid {os.getpid()}\n")
+            handle.write(f"# {' '.join(f'{name}={value}' for name, value in versions().items())}\n")
+            handle.write(f"cd {shlex.quote(os.getcwd())}\n{shlex.join(sys.argv)}\n")
+
+    @contextmanager
+    def recorded(self) -> Iterator[None]:
+        """Copy everything printed to `console.log` too."""
+        with (self.folder / "console.log").open("a", encoding="utf-8", errors="replace") as log:
+            stdout, stderr = sys.stdout, sys.stderr
+            sys.stdout, sys.stderr = Tee(stdout, log), Tee(stderr, log)
+            try:
+                yield
+            finally:
+                sys.stdout, sys.stderr = stdout, stderr
+
+
+@dataclass
+class Tee:
+    """A text stream that also writes to a log; of a progress line redrawn by carriage returns only the last stays."""
+
+    stream: IO[str]
+    log: IO[str]
+    _line: str = field(default="", repr=False)
+
+    def write(self, text: str) -> int:
+        self.stream.write(text)
+        *lines, self._line = (self._line + text).split("\n")
+        for line in lines:
+            self.log.write(line.rstrip("\r").rpartition("\r")[2] + "\n")
+        if lines:
+            self.log.flush()
+        self._line = self._line if self._line.endswith("\r") else self._line.rpartition("\r")[2]
+        return len(text)
+
+    def flush(self) -> None:
+        self.stream.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)
