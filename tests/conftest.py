@@ -1,0 +1,44 @@
+"""What every test stands on: tiny real models made offline, one thread, no network."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """One thread: OpenMP threads that wait for each other make small models slower, and machines are shared."""
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    os.environ["HF_DATASETS_OFFLINE"] = "1"
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    os.environ["WANDB_MODE"] = "offline"
+    import torch
+
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def tiny_folder() -> Path:
+    """Folder of the random Llama with an untied output head."""
+    from headstart.heads.builtin import resolve_model
+
+    return resolve_model("tiny")
+
+
+@pytest.fixture(scope="session")
+def tiny_target():
+    """The random Llama in float32 with the default taps, on the CPU."""
+    from headstart.heads.settings import TargetSettings
+    from headstart.heads.target import load_target
+
+    return load_target(TargetSettings(model="tiny", dtype="float32", device="cpu"))
+
+
+@pytest.fixture(scope="session")
+def tiny_tied_target():
+    """The same with the embedding as its output head."""
+    from headstart.heads.settings import TargetSettings
+    from headstart.heads.target import load_target
+
+    return load_target(TargetSettings(model="tiny-tied", dtype="float32", device="cpu"))

@@ -1,0 +1,57 @@
+"""Laws of the frozen target: what it returns does not depend on how the tokens were fed."""
+
+import numpy as np
+import pytest
+import torch
+
+from headstart.heads.paths import Prompt
+from headstart.heads.settings import TargetSettings
+from headstart.heads.target import load_target
+
+CHAT = Prompt("chat", ({"role": "user", "content": "Write a short letter about tea: 17 or 23?"},))
+
+
+@pytest.mark.parametrize("name", ["tiny", "tiny-tied"])
+def test_taps_are_residual_streams_after_that_many_layers(name):
+    target = load_target(TargetSettings(model=name, dtype="float32", device="cpu"), taps=[4, 0, 3])
+    ids = target.render(CHAT)
+    states = target.read([np.array([*ids, 5])])[0]
+    reference = target.model(torch.tensor([ids]), output_hidden_states=True).hidden_states
+    first, second, last = states.taps.chunk(3, dim=-1)
+    torch.testing.assert_close(first, target.embedding_weight()[torch.tensor(ids)])
+    torch.testing.assert_close(second, reference[3][0], atol=1e-4, rtol=1e-5)
+    # Tap N lies before the final norm, where transformers reports the state after it.
+    torch.testing.assert_close(target.model.model.norm(last), reference[4][0], atol=1e-4, rtol=1e-5)
+    torch.testing.assert_close(states.final, reference[4][0], atol=1e-4, rtol=1e-5)
+
+
+def test_rendered_ids_are_the_chat_templates_own(tiny_target):
+    messages = list(CHAT.messages)
+    expected = tiny_target.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    assert tiny_target.render(CHAT) == expected
+
+
+def test_ragged_blocks_and_rollback_equal_one_pass(tiny_target):
+    generator = torch.Generator().manual_seed(0)
+    paths = [torch.randint(3, 500, (n,), generator=generator) for n in (40, 23, 31)]
+    whole = tiny_target.read([np.append(path.numpy(), 0) for path in paths])
+    cache = tiny_target.new_cache(3, 64)
+    start_B = torch.zeros(3, dtype=torch.int64)
+    while bool((start_B < torch.tensor([40, 23, 31])).any()):
+        length_B = torch.tensor([min(4, len(p) - int(s)) for p, s in zip(paths, start_B, strict=True)])
+        tokens_BT = torch.randint(3, 500, (3, 7), generator=generator)  # wrong guesses beyond length_B
+        for row, path in enumerate(paths):
+            tokens_BT[row, : length_B[row]] = path[start_B[row] : start_B[row] + length_B[row]]
+        states = tiny_target.forward(tokens_BT, start_B, cache, length_B=torch.full((3,), 7))
+        for row in range(3):
+            for i in range(int(length_B[row])):
+                expected = whole[row].final[int(start_B[row]) + i]
+                torch.testing.assert_close(states.final[row, i], expected, atol=1e-4, rtol=1e-4)
+        start_B = start_B + length_B
+
+
+def test_logits_never_offer_ids_the_tokenizer_lacks(tiny_target):
+    logits = tiny_target.logits(torch.randn(2, 64))
+    assert logits.dtype == torch.float32
+    assert logits[:, tiny_target.facts.num_tokens :].eq(-torch.inf).all()
+    assert logits[:, : tiny_target.facts.num_tokens].isfinite().all()
