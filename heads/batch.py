@@ -10,6 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from headstart.heads.paths import Path
+
 
 @dataclass
 class Batch:
@@ -61,3 +63,43 @@ def supervised_pairs(batch: Batch, depth: int) -> tuple[Tensor, Tensor]:
     valid_TD = torch.stack(valid, dim=1)
     start_S = valid_TD[:, 0].nonzero().squeeze(1)
     return start_S, valid_TD[start_S]
+
+
+def pack(rows: list[tuple[Path, Tensor, Tensor]], num_slots: int | None = None) -> Batch:
+    """Pack whole paths with their features end to end.
+
+    Args:
+        rows: (path, taps [S, F], final [S, H]) with S = N - 1 slots each.
+        num_slots: total length T; the rest is filler. Default: no filler.
+
+    Raises:
+        ValueError: features and tokens disagree in length, or the paths do not fit.
+    """
+    offsets = [0]
+    for path, taps_SF, final_SH in rows:
+        if not len(taps_SF) == len(final_SH) == len(path.token_N) - 1:
+            raise ValueError(
+                f"prompt {path.prompt_id[:12]}: {len(path.token_N)} tokens but {len(taps_SF)} feature slots"
+            )
+        offsets.append(offsets[-1] + len(taps_SF))
+    filler = (num_slots or offsets[-1]) - offsets[-1]
+    if filler < 0:
+        raise ValueError(f"{offsets[-1]} slots do not fit into {num_slots}")
+
+    def joined(parts: list[Tensor], fill: float) -> Tensor:
+        if filler:
+            parts = [*parts, torch.full((filler, *parts[0].shape[1:]), fill, dtype=parts[0].dtype)]
+        return torch.cat(parts)
+
+    paths = [path for path, _, _ in rows]
+    return Batch(
+        taps_TF=joined([taps for _, taps, _ in rows], 0),
+        final_TH=joined([final for _, _, final in rows], 0),
+        next_token_T=joined([torch.from_numpy(p.token_N[1:].astype("int64")) for p in paths], 0),
+        next_generated_T=joined([torch.from_numpy(p.generated_N[1:].copy()) for p in paths], 0),
+        next_logprob_T=joined([torch.from_numpy(p.logprob_N[1:].copy()) for p in paths], float("nan")),
+        position_T=joined([torch.arange(len(p.token_N) - 1) for p in paths], 0),
+        offsets=offsets,
+        prompt_ids=[p.prompt_id for p in paths],
+        routes=[p.route for p in paths],
+    )

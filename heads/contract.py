@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from headstart.heads.batch import Batch
+from headstart.heads.facts import TargetFacts
 
 # Chooses the next draft token of every row from draft logits [B, Vd]; returns draft-vocabulary indices [B].
 Sampler = Callable[[Tensor], Tensor]
@@ -48,6 +49,9 @@ class Head(nn.Module, ABC):
     """What is trained: a draft of any kind for one frozen target."""
 
     kind: ClassVar[str]
+    settings: Any  # the dataclass of this kind in heads/settings.py
+    facts: TargetFacts
+    taps: list[int]  # residual streams read from the target, ascending
     draft_ids_V: Tensor  # int64 [Vd], ascending target ids of the draft vocabulary
 
     @abstractmethod

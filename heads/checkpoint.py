@@ -1,0 +1,92 @@
+"""A head on disk: `head.safetensors` (trained tensors and the vocabulary map) and `head.json` (how to build it again).
+
+The frozen target's weights are never part of it; `head.json` names the target by fingerprint instead.
+"""
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from headstart.heads.contract import Head
+from headstart.heads.eagle3 import Eagle3
+from headstart.heads.errors import WrongInput
+from headstart.heads.facts import TargetFacts
+from headstart.heads.settings import Eagle3Settings
+from headstart.heads.store import atomic_path, hash_file, read_json, write_json
+from headstart.heads.vocabulary import hash_ids
+
+HEAD_SCHEMA = "headstart.head/1"
+WEIGHTS, DESCRIPTION = "head.safetensors", "head.json"
+
+KINDS: dict[str, tuple[type[Head], type]] = {"eagle3": (Eagle3, Eagle3Settings)}
+
+
+def build_head(settings: Any, facts: TargetFacts, draft_ids_V: torch.Tensor) -> Head:
+    """A new head of `settings.kind` with random weights."""
+    head_class, _ = KINDS[settings.kind]
+    return head_class(settings, facts, draft_ids_V)  # type: ignore[call-arg]
+
+
+def save_head(folder: Path, head: Head, step: int, extra: dict[str, Any] | None = None) -> None:
+    """Write the head into an existing folder; each file whole or not at all."""
+    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in head.trained_tensors().items()}
+    tensors["draft_ids"] = head.draft_ids_V.cpu()
+    with atomic_path(folder / WEIGHTS) as temporary:
+        save_file(tensors, temporary, metadata={"format": "pt"})
+    write_json(
+        folder / DESCRIPTION,
+        {
+            "schema": HEAD_SCHEMA,
+            "kind": head.kind,
+            "step": step,
+            "settings": asdict(head.settings),
+            "target": head.facts.to_dict(),
+            "taps": head.taps,
+            "draft_ids_sha256": hash_ids(head.draft_ids_V.cpu().numpy()),
+            **(extra or {}),
+        },
+    )
+
+
+def load_head(folder: Path, target: Any, check_fingerprint: bool = True) -> Head:
+    """Rebuild a saved head and attach it to its target.
+
+    Raises:
+        WrongInput: no head there, an unknown kind, tensors missing or left over, a vocabulary map that is not the recorded
+            one, or a target other than the one the head was trained for.
+    """
+    if not (folder / DESCRIPTION).exists() or not (folder / WEIGHTS).exists():
+        raise WrongInput(f"{folder}: found no head ({DESCRIPTION} and {WEIGHTS}). Give a run or a checkpoint folder.")
+    description = read_json(folder / DESCRIPTION)
+    if description["kind"] not in KINDS:
+        raise WrongInput(f"{folder}: head kind {description['kind']!r}; this version knows {', '.join(KINDS)}.")
+    facts = TargetFacts.from_dict(description["target"])
+    if check_fingerprint and facts.fingerprint != target.facts.fingerprint:
+        differing = [k for k, v in facts.fingerprint.items() if target.facts.fingerprint.get(k) != v]
+        raise WrongInput(
+            f"{folder}: trained for target {facts.name!r}, but {target.facts.name!r} differs in {', '.join(differing)}. "
+            "A head accepts well only on the target it was trained for: load that one, or train again."
+        )
+    tensors = load_file(folder / WEIGHTS)
+    draft_ids_V = tensors.pop("draft_ids", torch.empty(0, dtype=torch.int64))
+    if hash_ids(draft_ids_V.numpy()) != description["draft_ids_sha256"]:
+        raise WrongInput(f"{folder}: the vocabulary map in {WEIGHTS} is not the one {DESCRIPTION} names.")
+    head = build_head(KINDS[description["kind"]][1](**description["settings"]), facts, draft_ids_V)
+    expected = head.trained_tensors()
+    missing, left_over = sorted(expected.keys() - tensors.keys()), sorted(tensors.keys() - expected.keys())
+    misshapen = sorted(k for k in expected.keys() & tensors.keys() if expected[k].shape != tensors[k].shape)
+    if missing or left_over or misshapen:
+        raise WrongInput(f"{folder}: tensors missing {missing}, unexpected {left_over}, of another shape {misshapen}.")
+    with torch.no_grad():
+        for name, parameter in expected.items():
+            parameter.copy_(tensors[name])
+    head.load_target(target, initialise=False)
+    return head
+
+
+def head_hash(folder: Path) -> str:
+    """Identity of a saved head: the sha256 of its weights file."""
+    return hash_file(folder / WEIGHTS)

@@ -1,0 +1,274 @@
+"""EAGLE-3: one decoder layer that reads fused taps of the target and recycles its own states.
+
+Li et al., arXiv 2503.01840; the norm flags are those of EAGLE 3.1, arXiv 2605.09992.
+
+    slot p      (feature_p, x_{p+1}) at rotary position p; feature = fc(concat of taps)
+    depth 0     of start t is slot t itself; it attends the slots 0..t
+    depth j     (own state of depth j-1, x_{t+1+j}) at position t+j; it attends slots 0..t and its own depths 1..j
+    layer       x = cat(norm(embedding), norm(h)); r = h + attention(x); y = r + mlp(norm(r)); logits = lm_head(norm(y))
+    recycled    h of the next depth = y (or norm(y) with `norm_output`)
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from headstart.heads.batch import Batch, supervised_pairs
+from headstart.heads.contract import Draft, Head, Rollout, Sampler, greedy
+from headstart.heads.errors import WrongInput
+from headstart.heads.facts import TargetFacts, default_taps
+from headstart.heads.layers import GatedMLP, RMSNorm, Rotary, attend_one, attend_paths
+from headstart.heads.settings import Eagle3Settings
+
+
+class Attention(nn.Module):
+    """Projections of the layer: queries, keys and values read cat(embedding, feature), 2H wide."""
+
+    def __init__(self, facts: TargetFacts) -> None:
+        super().__init__()
+        width = 2 * facts.hidden_size
+        self.q_proj = nn.Linear(width, facts.num_heads * facts.head_dim, bias=False)
+        self.k_proj = nn.Linear(width, facts.num_kv_heads * facts.head_dim, bias=False)
+        self.v_proj = nn.Linear(width, facts.num_kv_heads * facts.head_dim, bias=False)
+        self.o_proj = nn.Linear(facts.num_heads * facts.head_dim, facts.hidden_size, bias=False)
+        self.head_dim = facts.head_dim
+
+    def query(self, x: Tensor) -> Tensor:
+        return self.q_proj(x).unflatten(-1, (-1, self.head_dim))
+
+    def key_value(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return (
+            self.k_proj(x).unflatten(-1, (-1, self.head_dim)),
+            self.v_proj(x).unflatten(-1, (-1, self.head_dim)),
+        )
+
+
+class Layer(nn.Module):
+    """The one decoder layer, in the parts that `rollout` and `draft` share."""
+
+    def __init__(self, settings: Eagle3Settings, facts: TargetFacts) -> None:
+        super().__init__()
+        width, eps = facts.hidden_size, facts.rms_norm_eps
+        self.input_layernorm = RMSNorm(width, eps)
+        self.hidden_norm = RMSNorm(width, eps)
+        self.post_attention_layernorm = RMSNorm(width, eps)
+        self.self_attn = Attention(facts)
+        self.mlp = GatedMLP(width, settings.intermediate_size or facts.intermediate_size)
+        self.norm_before_residual = settings.norm_before_residual
+
+    def read(self, embedded: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """Input [.., 2H] of the attention and the residual branch [.., H]."""
+        normed = self.hidden_norm(hidden)
+        x = torch.cat((self.input_layernorm(embedded), normed), dim=-1)
+        return x, normed if self.norm_before_residual else hidden
+
+    def write(self, residual: Tensor, attended: Tensor) -> Tensor:
+        """State y [.., H] from the residual branch and the attention's output [.., heads * head_dim]."""
+        r = residual + self.self_attn.o_proj(attended)
+        return r + self.mlp(self.post_attention_layernorm(r))
+
+
+@dataclass
+class DraftState:
+    """Caches of B requests. Slots 0..length_b - 1 are written; `fresh` slots wait for the next block's first step."""
+
+    key_BGLD: Tensor
+    value_BGLD: Tensor
+    length_B: Tensor  # int64
+    fresh_BTF: Tensor | None  # features of slots length_b .. length_b + num_fresh_b - 1, right-padded
+    fresh_token_BT: Tensor | None
+    num_fresh_B: Tensor | None
+    last_BH: Tensor  # state y of each row's last slot
+
+    def select(self, rows: Tensor) -> "DraftState":
+        """The same state for fewer (or reordered) rows."""
+        picked = {k: None if v is None else v[rows] for k, v in vars(self).items()}
+        return DraftState(**picked)
+
+
+class Eagle3(Head):
+    """The head. Parameter names are the names engines load (`heads/export.py` writes them as they are)."""
+
+    kind = "eagle3"
+
+    def __init__(self, settings: Eagle3Settings, facts: TargetFacts, draft_ids_V: Tensor) -> None:
+        super().__init__()
+        self.settings, self.facts = settings, facts
+        self.taps = sorted(set(settings.taps)) or default_taps(facts.num_layers)
+        wrong = [tap for tap in self.taps if not 0 <= tap <= facts.num_layers]
+        if wrong:
+            raise WrongInput(f"head.taps: {wrong} out of range; {facts.name!r} has taps 0..{facts.num_layers}.")
+        width, eps = facts.hidden_size, facts.rms_norm_eps
+        self.fc = nn.Linear(len(self.taps) * width, width, bias=False)
+        self.fc_norm = nn.ModuleList(RMSNorm(width, eps) for _ in self.taps) if settings.fc_norm else None
+        self.midlayer = Layer(settings, facts)
+        self.norm = RMSNorm(width, eps)
+        self.lm_head = nn.Linear(width, len(draft_ids_V), bias=False)
+        self.rotary = Rotary(facts)
+        self.register_buffer("draft_ids_V", draft_ids_V.to(torch.int64), persistent=False)
+        # The target's embedding is borrowed: frozen, never saved, found again through `load_target`.
+        self.register_buffer("embedding_VH", torch.empty(0, width), persistent=False)
+
+    # What a checkpoint does not hold
+
+    def load_target(self, target: Any, initialise: bool) -> None:
+        self.embedding_VH = target.embedding_weight().detach()
+        if not initialise or not self.settings.init_from_target:
+            return
+        source = {name: tensor.float() for name, tensor in target.last_layer().items()}
+        width = self.facts.hidden_size
+        with torch.no_grad():
+            # The newest tap is closest to what the target's last layer reads, so the fusion starts as its copy.
+            self.fc.weight.mul_(0.1)
+            self.fc.weight[:, -width:] += torch.eye(width)
+            for name in ("q_proj", "k_proj", "v_proj"):
+                weight = getattr(self.midlayer.self_attn, name).weight
+                weight[:, width:] = source[f"self_attn.{name}.weight"]
+                weight[:, :width] *= 0.5
+            self.midlayer.self_attn.o_proj.weight.copy_(source["self_attn.o_proj.weight"])
+            self.midlayer.hidden_norm.weight.copy_(source["input_layernorm.weight"])
+            self.midlayer.post_attention_layernorm.weight.copy_(source["post_attention_layernorm.weight"])
+            if self.midlayer.mlp.gate_proj.weight.shape == source["mlp.gate_proj.weight"].shape:
+                for name in ("gate_proj", "up_proj", "down_proj"):
+                    getattr(self.midlayer.mlp, name).weight.copy_(source[f"mlp.{name}.weight"])
+            self.norm.weight.copy_(target.final_norm_weight().float())
+            self.lm_head.weight.copy_(target.output_weight()[self.draft_ids_V.to(target.device)].float())
+
+    # Shared by both methods
+
+    def fuse(self, taps: Tensor) -> Tensor:
+        """Feature [.., H] of concatenated taps [.., F]."""
+        taps = taps.to(self.fc.weight.dtype)
+        if self.fc_norm is not None:
+            chunks = taps.split(self.facts.hidden_size, dim=-1)
+            taps = torch.cat([norm(chunk) for norm, chunk in zip(self.fc_norm, chunks, strict=True)], dim=-1)
+        return self.fc(taps)
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        return functional.embedding(tokens, self.embedding_VH).to(self.fc.weight.dtype)
+
+    def logits(self, state: Tensor) -> Tensor:
+        return self.lm_head(state)
+
+    def output_weight(self) -> Tensor:
+        return self.lm_head.weight
+
+    # Training and offline acceptance: all starts at once
+
+    def rollout(self, batch: Batch, depth: int) -> Rollout:
+        start_S, valid_SD = supervised_pairs(batch, depth)
+        layer, attention = self.midlayer, self.midlayer.self_attn
+        feature_TH = self.fuse(batch.taps_TF)
+        x_TI, _ = layer.read(self.embed(batch.next_token_T), feature_TH)
+        longest = max((end - begin for begin, end in zip(batch.offsets, batch.offsets[1:], strict=False)), default=1)
+        cos_L, sin_L = self.rotary.tables(longest + depth, feature_TH.device)
+        key_TGD, value_TGD = attention.key_value(x_TI)
+        key_TGD = self.rotary(key_TGD, cos_L[batch.position_T], sin_L[batch.position_T])
+        boundaries = torch.tensor(batch.offsets, device=start_S.device)
+        start_offsets = torch.searchsorted(start_S, boundaries).tolist()
+
+        position_S, last_slot = batch.position_T[start_S], batch.next_token_T.shape[0] - 1
+        hidden_SH = feature_TH[start_S]
+        own_keys: list[Tensor] = []
+        own_values: list[Tensor] = []
+        states = []
+        for j in range(depth):
+            # Past a reply's end there is no token to read; such pairs are not valid and read any slot.
+            token_S = batch.next_token_T[(start_S + j).clamp(max=last_slot)]
+            x_SI, residual_SH = layer.read(self.embed(token_S), hidden_SH)
+            cos_S, sin_S = cos_L[position_S + j], sin_L[position_S + j]
+            query_SHD = self.rotary(attention.query(x_SI), cos_S, sin_S)
+            if j > 0:
+                key_SGD, value_SGD = attention.key_value(x_SI)
+                own_keys.append(self.rotary(key_SGD, cos_S, sin_S))
+                own_values.append(value_SGD)
+            attended = attend_paths(
+                query_SHD, key_TGD, value_TGD, own_keys, own_values, start_S, batch.offsets, start_offsets
+            )
+            state_SH = layer.write(residual_SH, attended)
+            normed_SH = self.norm(state_SH)
+            states.append(normed_SH)
+            hidden_SH = normed_SH if self.settings.norm_output else state_SH
+        return Rollout(torch.stack(states, dim=1), start_S, valid_SD)
+
+    # Serving: one block at a time
+
+    def start(self, features_BTF: Tensor, next_tokens_BT: Tensor, lengths_B: Tensor, max_length: int) -> DraftState:
+        num_rows, dtype, device = features_BTF.shape[0], self.fc.weight.dtype, self.device
+        shape = (num_rows, self.facts.num_kv_heads, max_length, self.facts.head_dim)
+        return DraftState(
+            key_BGLD=torch.zeros(shape, dtype=dtype, device=device),
+            value_BGLD=torch.zeros(shape, dtype=dtype, device=device),
+            length_B=torch.zeros(num_rows, dtype=torch.int64, device=device),
+            fresh_BTF=features_BTF,
+            fresh_token_BT=next_tokens_BT,
+            num_fresh_B=lengths_B.to(device),
+            last_BH=torch.zeros(num_rows, self.facts.hidden_size, dtype=dtype, device=device),
+        )
+
+    def accept(self, state: DraftState, features_BTF: Tensor, next_tokens_BT: Tensor, num_accepted_B: Tensor) -> None:
+        self._read_fresh(state)  # a block may have been verified without a draft
+        state.fresh_BTF, state.fresh_token_BT = features_BTF, next_tokens_BT
+        state.num_fresh_B = num_accepted_B.to(self.device) + 1
+
+    def draft(self, state: DraftState, depth: int, sampler: Sampler = greedy) -> Draft:
+        self._read_fresh(state)
+        hidden_BH, position_B = state.last_BH, state.length_B - 1
+        tokens, logits = [], []
+        for j in range(depth):
+            if j > 0:
+                hidden_BH = self._step(state, hidden_BH, tokens[-1], position_B + j)
+            normed_BH = self.norm(hidden_BH)
+            logits.append(self.logits(normed_BH))
+            tokens.append(self.draft_ids_V[sampler(logits[-1])])
+            if self.settings.norm_output:
+                hidden_BH = normed_BH
+        return Draft(torch.stack(tokens, dim=1), torch.stack(logits, dim=1))
+
+    def _read_fresh(self, state: DraftState) -> None:
+        """Write the waiting slots (target features) to the caches and compute the state of each row's last one."""
+        if state.fresh_BTF is None or state.fresh_token_BT is None or state.num_fresh_B is None:
+            return
+        layer, attention = self.midlayer, self.midlayer.self_attn
+        num_BT = state.fresh_token_BT.shape
+        feature_BTH = self.fuse(state.fresh_BTF)
+        x_BTI, residual_BTH = layer.read(self.embed(state.fresh_token_BT), feature_BTH)
+        offset_T = torch.arange(num_BT[1], device=self.device)
+        position_BT = state.length_B[:, None] + offset_T
+        row_N, slot_N = (offset_T < state.num_fresh_B[:, None]).nonzero(as_tuple=True)
+        place_N = position_BT[row_N, slot_N]
+        cos_L, sin_L = self.rotary.tables(state.key_BGLD.shape[2], self.device)
+        key_NGD, value_NGD = attention.key_value(x_BTI[row_N, slot_N])
+        state.key_BGLD[row_N, :, place_N] = self.rotary(key_NGD, cos_L[place_N], sin_L[place_N])
+        state.value_BGLD[row_N, :, place_N] = value_NGD
+        state.length_B = state.length_B + state.num_fresh_B
+        row_B, last_B = torch.arange(num_BT[0], device=self.device), (state.num_fresh_B - 1).clamp(min=0)
+        fresh_BH = self._attend(state, x_BTI[row_B, last_B], residual_BTH[row_B, last_B], state.length_B - 1)
+        state.last_BH = torch.where((state.num_fresh_B > 0)[:, None], fresh_BH, state.last_BH)
+        state.fresh_BTF = state.fresh_token_BT = state.num_fresh_B = None
+
+    def _step(self, state: DraftState, hidden_BH: Tensor, token_B: Tensor, position_B: Tensor) -> Tensor:
+        """Feed one drafted token a row at `position_B`; its slot is rewritten from target features if it is accepted."""
+        layer, attention = self.midlayer, self.midlayer.self_attn
+        x_BI, residual_BH = layer.read(self.embed(token_B), hidden_BH)
+        cos_L, sin_L = self.rotary.tables(state.key_BGLD.shape[2], self.device)
+        key_BGD, value_BGD = attention.key_value(x_BI)
+        row_B = torch.arange(token_B.shape[0], device=self.device)
+        state.key_BGLD[row_B, :, position_B] = self.rotary(key_BGD, cos_L[position_B], sin_L[position_B])
+        state.value_BGLD[row_B, :, position_B] = value_BGD
+        return self._attend(state, x_BI, residual_BH, position_B)
+
+    def _attend(self, state: DraftState, x_BI: Tensor, residual_BH: Tensor, position_B: Tensor) -> Tensor:
+        cos_L, sin_L = self.rotary.tables(state.key_BGLD.shape[2], self.device)
+        query_BHD = self.rotary(self.midlayer.self_attn.query(x_BI), cos_L[position_B], sin_L[position_B])
+        used = int(position_B.max()) + 1
+        attended = attend_one(
+            query_BHD,
+            state.key_BGLD[:, :, :used],
+            state.value_BGLD[:, :, :used],
+            position_B if len(position_B) > 1 else None,
+        )
+        return self.midlayer.write(residual_BH, attended)

@@ -1,0 +1,157 @@
+"""Layers that several heads share: RMS norm, rotary positions, grouped attention, the gated MLP."""
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from headstart.heads.errors import WrongInput
+from headstart.heads.facts import TargetFacts
+
+ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+
+
+class RMSNorm(nn.Module):
+    """x / rms(x) * weight over the last axis, as Llama-family targets and every engine compute it."""
+
+    def __init__(self, width: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), self.eps)
+
+
+class GatedMLP(nn.Module):
+    """down(silu(gate(x)) * up(x))."""
+
+    def __init__(self, width: int, inner: int) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(width, inner, bias=False)
+        self.up_proj = nn.Linear(width, inner, bias=False)
+        self.down_proj = nn.Linear(inner, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(functional.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Rotary:
+    """Cosine and sine tables of the target's rotary positions, grown as longer positions are asked for.
+
+    The frequencies come from transformers' own implementation, so that scaling types mean what they mean in the target.
+
+    Raises:
+        WrongInput: a rotary type whose frequencies depend on the length of the text.
+    """
+
+    def __init__(self, facts: TargetFacts) -> None:
+        self.kind = facts.rope_parameters.get("rope_type", "default")
+        if self.kind not in ROPE_TYPES:
+            raise WrongInput(
+                f"target {facts.name!r} uses rotary type {self.kind!r}; heads of this kind support {', '.join(ROPE_TYPES)}."
+            )
+        self.facts = facts
+        self.table: tuple[Tensor, Tensor] | None = None  # cos, sin [L, head_dim], float32
+
+    def tables(self, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        if self.table is None or self.table[0].shape[0] < length or self.table[0].device != device:
+            from transformers import LlamaConfig
+            from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+            config = LlamaConfig(
+                hidden_size=self.facts.hidden_size,
+                num_attention_heads=self.facts.num_heads,
+                head_dim=self.facts.head_dim,
+                max_position_embeddings=self.facts.max_position,
+                rope_parameters=dict(self.facts.rope_parameters),
+            )
+            size = max(256, 1 << (length - 1).bit_length())
+            positions = torch.arange(size, device=device)[None]
+            cos, sin = LlamaRotaryEmbedding(config).to(device)(torch.zeros(1, device=device), positions)
+            self.table = cos[0].float(), sin[0].float()
+        return self.table
+
+    def __call__(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Rotate x [.., heads, head_dim] by cos, sin [.., head_dim] of its positions, in x's dtype."""
+        half = x.shape[-1] // 2
+        turned = torch.cat((-x[..., half:], x[..., :half]), dim=-1)
+        return x * cos.to(x.dtype).unsqueeze(-2) + turned * sin.to(x.dtype).unsqueeze(-2)
+
+
+def attend_paths(
+    query_SHD: Tensor,
+    key_TGD: Tensor,
+    value_TGD: Tensor,
+    own_keys: list[Tensor],
+    own_values: list[Tensor],
+    start_S: Tensor,
+    offsets: list[int],
+    start_offsets: list[int],
+) -> Tensor:
+    """Attention at one unroll depth: each start reads its path's depth-0 slots 0..t and its own later slots.
+
+    The prefix part is ordinary causal attention inside one path, so the loop over paths needs no padding and no mask over
+    the packed row; the own slots (depths 1..j) add one dot product each. Softmax runs in float32 (at
+    least) over both together.
+
+    Args:
+        query_SHD: queries of all starts, H query heads.
+        key_TGD, value_TGD: depth-0 slots of all paths, G key heads (H is a multiple of G).
+        own_keys, own_values: per depth 1..j, [S, G, D] of each start's own slot.
+        start_S: slot index of each start, ascending.
+        offsets: R + 1 path boundaries among slots; start_offsets: the same among starts.
+
+    Returns:
+        [S, H * D] in the query's dtype.
+    """
+    num_starts, num_heads, width = query_SHD.shape
+    groups = key_TGD.shape[1]
+    exact = torch.promote_types(query_SHD.dtype, torch.float32)
+    query_GSRD = query_SHD.to(exact).view(num_starts, groups, num_heads // groups, width).transpose(0, 1) * width**-0.5
+    key_GDT = key_TGD.to(exact).permute(1, 2, 0)
+    value_GTD = value_TGD.to(exact).transpose(0, 1)
+    if own_keys:
+        own_key_GSDJ = torch.stack([k.to(exact) for k in own_keys], dim=-1).transpose(0, 1)
+        own_value_GSJD = torch.stack([v.to(exact) for v in own_values], dim=-2).transpose(0, 1)
+        own_GSRJ = query_GSRD @ own_key_GSDJ
+    outputs = []
+    for row in range(len(offsets) - 1):
+        first, last = start_offsets[row], start_offsets[row + 1]
+        if first == last:
+            continue
+        begin, end = offsets[row], offsets[row + 1]
+        query_GQD = query_GSRD[:, first:last].reshape(groups, -1, width)
+        score_GQT = query_GQD @ key_GDT[:, :, begin:end]
+        score_GSRT = score_GQT.view(groups, last - first, -1, end - begin)
+        future_ST = torch.arange(begin, end, device=start_S.device) > start_S[first:last, None]
+        score_GSRT = score_GSRT.masked_fill(future_ST[None, :, None, :], float("-inf"))
+        if own_keys:
+            score_GSRT = torch.cat((score_GSRT, own_GSRJ[:, first:last]), dim=-1)
+        weight_GSRT = score_GSRT.softmax(-1)
+        prefix_GQT = weight_GSRT[..., : end - begin].reshape(groups, -1, end - begin)
+        out_GSRD = (prefix_GQT @ value_GTD[:, begin:end]).view(groups, last - first, -1, width)
+        if own_keys:
+            out_GSRD = out_GSRD + weight_GSRT[..., end - begin :] @ own_value_GSJD[:, first:last]
+        outputs.append(out_GSRD)
+    if not outputs:
+        return query_SHD.reshape(num_starts, num_heads * width)
+    out_GSRD = torch.cat(outputs, dim=1)
+    return out_GSRD.transpose(0, 1).reshape(num_starts, num_heads * width).to(query_SHD.dtype)
+
+
+def attend_one(query_BHD: Tensor, key_BGLD: Tensor, value_BGLD: Tensor, last_B: Tensor | None) -> Tensor:
+    """One query a row over a cache: row b reads slots 0..last_b (all of them where `last_B` is None).
+
+    Returns:
+        [B, H * D] in the query's dtype.
+    """
+    num_rows, num_heads, width = query_BHD.shape
+    groups = key_BGLD.shape[1]
+    query_BGRD = query_BHD.reshape(num_rows, groups, num_heads // groups, width) * width**-0.5
+    score_BGRL = query_BGRD @ key_BGLD.transpose(-1, -2)
+    score_BGRL = score_BGRL.to(torch.promote_types(score_BGRL.dtype, torch.float32))
+    if last_B is not None:
+        hidden_BL = torch.arange(key_BGLD.shape[2], device=last_B.device) > last_B[:, None]
+        score_BGRL = score_BGRL.masked_fill(hidden_BL[:, None, None, :], float("-inf"))
+    weight_BGRL = score_BGRL.softmax(-1).to(value_BGLD.dtype)
+    return (weight_BGRL @ value_BGLD).reshape(num_rows, num_heads * width)

@@ -1,0 +1,70 @@
+"""A slow, obvious EAGLE-3: one start and one depth at a time, no cache, no batching, every attention from scratch.
+
+Written from the definition in `docs/design.md`, sharing no code with `heads/eagle3.py` but the parameters.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+
+def rms(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return x / torch.sqrt((x * x).mean() + eps) * weight
+
+
+def rotate(x: Tensor, position: int, theta: float) -> Tensor:
+    half = x.shape[-1] // 2
+    # Targets compute their rotary tables in float32 whatever the model's precision, so the definition does too.
+    angle = position * (1 / theta ** (torch.arange(half, dtype=torch.float32) / half))
+    cos, sin = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
+    first, second = x[..., :half], x[..., half:]
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
+
+
+def oracle_logits(head, taps_SF: Tensor, next_tokens_S: Tensor, t: int, depth: int) -> Tensor:
+    """Draft logits [depth, Vd] of the block that starts at slot t of one path."""
+    w = {k: v.detach() for k, v in head.state_dict().items()}
+    facts, settings = head.facts, head.settings
+    eps, width, dim = facts.rms_norm_eps, facts.hidden_size, facts.head_dim
+    theta = facts.rope_parameters["rope_theta"]
+
+    def feature(p: int) -> Tensor:
+        taps = taps_SF[p].to(w["fc.weight"].dtype)
+        if settings.fc_norm:
+            parts = taps.split(width)
+            taps = torch.cat([rms(part, w[f"fc_norm.{i}.weight"], eps) for i, part in enumerate(parts)])
+        return w["fc.weight"] @ taps
+
+    def inputs(hidden: Tensor, token: int) -> tuple[Tensor, Tensor]:
+        embedded = head.embedding_VH[token].to(hidden.dtype)
+        normed = rms(hidden, w["midlayer.hidden_norm.weight"], eps)
+        x = torch.cat((rms(embedded, w["midlayer.input_layernorm.weight"], eps), normed))
+        return x, normed if settings.norm_before_residual else hidden
+
+    def project(name: str, x: Tensor, heads: int) -> Tensor:
+        return (w[f"midlayer.self_attn.{name}.weight"] @ x).view(heads, dim)
+
+    prefix = [inputs(feature(p), int(next_tokens_S[p]))[0] for p in range(t + 1)]
+    keys = [rotate(project("k_proj", x, facts.num_kv_heads), p, theta) for p, x in enumerate(prefix)]
+    values = [project("v_proj", x, facts.num_kv_heads) for x in prefix]
+    hidden, logits = feature(t), []
+    for j in range(depth):
+        x, residual = inputs(hidden, int(next_tokens_S[t + j]))
+        if j > 0:
+            keys.append(rotate(project("k_proj", x, facts.num_kv_heads), t + j, theta))
+            values.append(project("v_proj", x, facts.num_kv_heads))
+        query = rotate(project("q_proj", x, facts.num_heads), t + j, theta)
+        attended = []
+        for h in range(facts.num_heads):
+            g = h // (facts.num_heads // facts.num_kv_heads)
+            scores = torch.stack([query[h] @ key[g] for key in keys]) / math.sqrt(dim)
+            attended.append(sum(p * v[g] for p, v in zip(scores.softmax(0), values, strict=True)))
+        r = residual + w["midlayer.self_attn.o_proj.weight"] @ torch.cat(attended)
+        inner = rms(r, w["midlayer.post_attention_layernorm.weight"], eps)
+        gate, up = w["midlayer.mlp.gate_proj.weight"] @ inner, w["midlayer.mlp.up_proj.weight"] @ inner
+        y = r + w["midlayer.mlp.down_proj.weight"] @ (gate * torch.sigmoid(gate) * up)
+        normed = rms(y, w["norm.weight"], eps)
+        logits.append(w["lm_head.weight"] @ normed)
+        hidden = normed if settings.norm_output else y
+    return torch.stack(logits)

@@ -1,0 +1,237 @@
+"""The law behind every number: `rollout`, `draft` and a slow oracle are the same function."""
+
+import numpy as np
+import pytest
+import torch
+
+from headstart.heads.batch import pack, supervised_pairs
+from headstart.heads.checkpoint import load_head, save_head
+from headstart.heads.eagle3 import Eagle3
+from headstart.heads.errors import WrongInput
+from headstart.heads.facts import TargetFacts, default_taps
+from headstart.heads.paths import Path
+from headstart.heads.settings import Eagle3Settings
+from headstart.heads.vocabulary import choose_draft_vocabulary, coverage
+from tests.oracle import oracle_logits
+
+DEPTH = 5
+FACTS = TargetFacts(
+    name="paper", hidden_size=32, num_layers=6, num_heads=4, num_kv_heads=2, head_dim=8, intermediate_size=48,
+    vocab_size=96, num_tokens=90, rms_norm_eps=1e-5, rope_parameters={"rope_type": "default", "rope_theta": 1e4},
+    max_position=256, special_ids=[0, 1, 89], stop_ids=[89], fingerprint={"weights": "none"},
+)  # fmt: skip
+FLAGS = [
+    {},
+    {"norm_before_residual": True},
+    {"norm_output": True},
+    {"fc_norm": True, "norm_output": True},
+    {"taps": [0, 6], "intermediate_size": 40},
+]
+PRECISION = [(torch.float32, 1e-5), (torch.float64, 1e-10)]
+
+
+class PaperTarget:
+    """What a head borrows from its target: an embedding table, and its identity."""
+
+    facts = FACTS
+    device = torch.device("cpu")
+
+    def __init__(self, dtype):
+        random = torch.Generator().manual_seed(7)
+        self.table = torch.randn(FACTS.vocab_size, FACTS.hidden_size, generator=random).to(dtype)
+
+    def embedding_weight(self):
+        return self.table
+
+
+def make_head(flags, dtype, seed=0):
+    torch.manual_seed(seed)
+    ids = choose_draft_vocabulary(np.zeros(FACTS.vocab_size), 40, FACTS)
+    head = Eagle3(Eagle3Settings(**flags), FACTS, torch.from_numpy(ids)).to(dtype)
+    for name, parameter in head.named_parameters():
+        if "norm" in name:
+            parameter.data = 1 + 0.3 * torch.randn_like(parameter)
+    head.load_target(PaperTarget(dtype), initialise=False)
+    return head
+
+
+def make_rows(head, lengths, dtype, seed=1):
+    """Random paths (prompt, reply lengths) whose tokens the head can draft, with random features."""
+    generator = torch.Generator().manual_seed(seed)
+    rows = []
+    for i, (prompt, reply) in enumerate(lengths):
+        total = prompt + reply
+        picks = torch.randint(0, len(head.draft_ids_V), (total,), generator=generator)
+        path = Path(
+            prompt_id=str(i), route="chat", split="train", token_N=head.draft_ids_V[picks].numpy().astype(np.int32),
+            generated_N=np.arange(total) >= prompt, logprob_N=np.full(total, -1, np.float32), finish_reason="length",
+            sampling={},
+        )  # fmt: skip
+        taps = torch.randn(total - 1, len(head.taps) * FACTS.hidden_size, generator=generator, dtype=torch.float64)
+        final = torch.randn(total - 1, FACTS.hidden_size, generator=generator, dtype=torch.float64)
+        rows.append((path, taps.to(dtype), final.to(dtype)))
+    return rows
+
+
+def rollout_logits(head, rows, depth, num_slots=None):
+    """{(path, t, j): logits} of every supervised pair."""
+    batch = pack(rows, num_slots)
+    rollout = head.rollout(batch, depth)
+    logits = head.logits(rollout.state_SDH)
+    row_of = np.searchsorted(batch.offsets, rollout.start_S.numpy(), side="right") - 1
+    found = {}
+    for s, (row, start) in enumerate(zip(row_of, rollout.start_S.tolist(), strict=True)):
+        for j in range(depth):
+            if rollout.valid_SD[s, j]:
+                found[(int(row), start - batch.offsets[row], j)] = logits[s, j]
+    return found
+
+
+def assert_close(actual, expected, tolerance):
+    assert (actual - expected).abs().max() <= tolerance * expected.abs().max()
+
+
+@pytest.mark.parametrize("flags", FLAGS, ids=str)
+@pytest.mark.parametrize(("dtype", "tolerance"), PRECISION)
+def test_rollout_equals_the_oracle(flags, dtype, tolerance):
+    head = make_head(flags, dtype)
+    rows = make_rows(head, [(5, 9), (1, 7), (4, 3)], dtype)
+    with torch.no_grad():
+        found = rollout_logits(head, rows, DEPTH, num_slots=64)
+        for i, (path, taps, _) in enumerate(rows):
+            for t in sorted({t for row, t, _ in found if row == i}):
+                deep = max(j for row, start, j in found if (row, start) == (i, t)) + 1
+                expected = oracle_logits(head, taps, torch.from_numpy(path.token_N[1:]), t, deep)
+                for j in range(deep):
+                    assert_close(found[(i, t, j)], expected[j], tolerance)
+
+
+def slots_of(rows, slices):
+    """Features and next tokens of slots begin..end-1 of each row, right-padded."""
+    width = max(end - begin for begin, end in slices)
+    taps = torch.zeros(len(rows), width, rows[0][1].shape[1], dtype=rows[0][1].dtype)
+    tokens = torch.zeros(len(rows), width, dtype=torch.int64)
+    for b, (begin, end) in enumerate(slices):
+        end = min(end, len(rows[b][1]))
+        if end > begin:
+            taps[b, : end - begin] = rows[b][1][begin:end]
+            tokens[b, : end - begin] = torch.from_numpy(rows[b][0].token_N[begin + 1 : end + 1].astype(np.int64))
+    return taps, tokens
+
+
+@pytest.mark.parametrize("flags", FLAGS, ids=str)
+@pytest.mark.parametrize(("dtype", "tolerance"), PRECISION)
+def test_draft_equals_rollout_along_paths(flags, dtype, tolerance):
+    """20 paths decoded as one ragged batch, with scripted accepted counts 0..depth in random order."""
+    head = make_head(flags, dtype)
+    random = np.random.default_rng(3)
+    lengths = [(int(random.integers(1, 9)), int(random.integers(4, 40))) for _ in range(20)]
+    rows = make_rows(head, lengths, dtype)
+    prompts = [prompt for prompt, _ in lengths]
+    to_draft = {int(token): i for i, token in enumerate(head.draft_ids_V)}
+    fed: list[int] = []
+    head.midlayer.mlp.register_forward_hook(lambda module, inputs, output: fed.append(inputs[0].shape[:-1].numel()))
+    checked = 0
+    with torch.no_grad():
+        expected = rollout_logits(head, rows, DEPTH)
+        state = head.start(*slots_of(rows, [(0, p) for p in prompts]), torch.tensor(prompts), max_length=128)
+        start = [p - 1 for p in prompts]
+        while max(start) >= 0:
+            recorded = [
+                [to_draft[int(token)] for token in rows[b][0].token_N[t + 2 : t + 2 + DEPTH]] if t >= 0 else []
+                for b, t in enumerate(start)
+            ]
+            step = iter(range(DEPTH))
+
+            def along_the_path(logits_BV, step=step, recorded=recorded):
+                j = next(step)
+                return torch.tensor([tokens[j] if j < len(tokens) else 0 for tokens in recorded])
+
+            fed.clear()
+            draft = head.draft(state, DEPTH, along_the_path)
+            assert fed == [len(rows)] * DEPTH  # one token a row in every step of a block
+            for b, t in enumerate(start):
+                for j in range(DEPTH):
+                    if (b, t, j) in expected:
+                        assert_close(draft.logits_BKV[b, j], expected[(b, t, j)], tolerance)
+                        checked += 1
+            accepted = [int(random.integers(0, DEPTH + 1)) if t >= 0 else -1 for t in start]
+            slices = [(t + 1, t + 2 + DEPTH) if t >= 0 else (0, 0) for t in start]
+            head.accept(state, *slots_of(rows, slices), torch.tensor(accepted))
+            for b, t in enumerate(start):
+                following = t + accepted[b] + 1
+                start[b] = following if t >= 0 and following + 2 < len(rows[b][0].token_N) else -1
+    assert checked > 300
+
+
+def test_supervised_pairs_are_exactly_those_serving_can_meet():
+    """Prompt x_0..x_4, reply x_5..x_8: depth 0 has t = 4, 5, 6; depth 1 has t = 4, 5; depth 2 has t = 4."""
+    head = make_head({}, torch.float32)
+    batch = pack(make_rows(head, [(5, 4), (3, 2), (2, 1)], torch.float32), num_slots=32)
+    start_S, valid_SD = supervised_pairs(batch, 4)
+    pairs = [[int(t) for t, ok in zip(start_S, valid_SD[:, j], strict=True) if ok] for j in range(4)]
+    second = batch.offsets[1]  # the two-token reply has one pair, the one-token reply none
+    assert pairs == [[4, 5, 6, second + 2], [4, 5], [4], []]
+
+
+def test_neighbours_order_and_filler_change_nothing():
+    head = make_head({}, torch.float64)
+    rows = make_rows(head, [(5, 9), (2, 20), (7, 4)], torch.float64)
+    with torch.no_grad():
+        together = rollout_logits(head, [rows[2], rows[0], rows[1]], DEPTH, num_slots=128)
+        for i, place in ((0, 1), (1, 2), (2, 0)):
+            alone = rollout_logits(head, [rows[i]], DEPTH)
+            assert {(t, j) for row, t, j in together if row == place} == {(t, j) for _, t, j in alone}
+            for (_, t, j), logits in alone.items():
+                assert_close(together[(place, t, j)], logits, 1e-12)
+
+
+def test_a_batch_without_a_reply_has_no_pairs_and_a_gradient_path():
+    head = make_head({}, torch.float32)
+    rollout = head.rollout(pack(make_rows(head, [(6, 0)], torch.float32)), 3)
+    assert rollout.start_S.numel() == 0
+    rollout.state_SDH.sum().backward()
+
+
+def test_saved_head_is_the_same_head(tmp_path):
+    head = make_head({"fc_norm": True}, torch.float32)
+    save_head(tmp_path, head, step=3)
+    again = load_head(tmp_path, PaperTarget(torch.float32))
+    assert again.trained_tensors().keys() == head.trained_tensors().keys()
+    for name, tensor in head.trained_tensors().items():
+        assert torch.equal(tensor, again.trained_tensors()[name])
+    assert torch.equal(again.draft_ids_V, head.draft_ids_V)
+    assert "embedding_VH" not in head.state_dict()  # the frozen target's weights are never saved
+
+
+def test_a_head_of_another_target_is_refused(tmp_path):
+    save_head(tmp_path, make_head({}, torch.float32), step=3)
+    other = PaperTarget(torch.float32)
+    other.facts = TargetFacts(**{**FACTS.to_dict(), "fingerprint": {"weights": "other"}})
+    with pytest.raises(WrongInput, match="differs in weights"):
+        load_head(tmp_path, other)
+
+
+def test_vocabulary_holds_specials_then_traffic_then_lowest_ids():
+    counts = np.zeros(96, dtype=np.int64)
+    counts[[70, 50, 95]] = 5, 9, 100  # 95 is a padding row no tokenizer can produce
+    ids = choose_draft_vocabulary(counts, 8, FACTS)
+    assert ids.tolist() == [0, 1, 2, 3, 4, 50, 70, 89]
+    assert coverage(counts[:90], ids) == 1.0
+    for size in (91, 2):
+        with pytest.raises(WrongInput, match="draft_vocab_size"):
+            choose_draft_vocabulary(counts, size, FACTS)
+    assert len(choose_draft_vocabulary(counts, 0, FACTS)) == 90
+
+
+def test_default_taps_are_distinct_and_valid_on_shallow_targets():
+    assert default_taps(30) == [2, 15, 27]
+    for layers in range(2, 9):
+        taps = default_taps(layers)
+        assert len(set(taps)) == 3
+        assert all(0 <= tap <= layers for tap in taps)
+
+
+def test_taps_out_of_range_are_refused():
+    with pytest.raises(WrongInput, match="taps"):
+        make_head({"taps": [2, 7]}, torch.float32)
