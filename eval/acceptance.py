@@ -1,0 +1,294 @@
+"""Exact offline acceptance: what a live run would accept, computed on recorded paths with no draft sampling.
+
+Speculative decoding emits the target's own law, so a recorded path is a fair sample of what a live run emits, and only
+the points where its steps begin are random. `visits` sums over them. Every table row, per-route figure and interval is
+made from the same per-prompt sums (`PromptCounts`), offline and live alike.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from headstart.eval.statistics import Interval, interval, mean_interval, ratio, ratio_interval, resampling_weights
+from headstart.heads.batch import Batch
+from headstart.heads.contract import Head
+
+PROJECTION_CHUNK = 512  # pairs projected to the draft vocabulary at a time
+
+
+@dataclass
+class ReplyAcceptance:
+    """Acceptance along one recorded reply; start i of T = n - 1 is t = P - 1 + i, in design.md's words."""
+
+    prompt_id: str
+    route: str
+    accept_TK: np.ndarray  # float64, r_{t,j}; 0 where not judged
+    judged_TK: np.ndarray  # bool: a token is proposed at (t, j) and x_{t+2+j} lies in the reply
+    num_out_of_vocab: int | None = None  # reply tokens after the first that the drafter cannot draft
+
+
+@dataclass
+class PromptCounts:
+    """Sums of one prompt under one counting rule (schemas.md); a table row is a ratio of their totals.
+
+    Laws: num_tokens = num_steps + sum_k k * histogram[k] - num_short_steps, and histogram sums to num_steps.
+    """
+
+    prompt_id: str
+    route: str
+    num_tokens: float
+    num_steps: float
+    num_short_steps: float
+    accepted_K: np.ndarray  # steps whose draft k was accepted
+    judged_K: np.ndarray  # steps whose draft k was judged
+    histogram: np.ndarray  # [K + 1], steps by number of accepted drafts
+    num_out_of_vocab: float | None = None
+    uniform: dict[str, np.ndarray] = field(default_factory=dict)  # sums over uniform starts; offline only
+
+
+@torch.no_grad()
+def acceptance_probabilities(
+    head: Head, batch: Batch, draft_length: int, temperature: float = 0.0
+) -> tuple[Tensor, Tensor, Tensor]:
+    """r_{t,j} = P(draft j of start t is accepted | the recorded token is emitted), for every pair serving can meet.
+
+    Given that x is emitted, it came from an accepted draft with probability min(1, q(x) / p(x)): x is drafted with
+    q(x) and kept with min(1, p(x) / q(x)), out of p(x) in all. A greedy draft is the case of a one-hot q, so r is
+    1[x = argmax q], whatever p is. Tokens outside the draft vocabulary have q = 0 and count as misses.
+
+    Args:
+        temperature: of the draft; 0 drafts greedily. Above 0, p is the recorded log-probability (paths sampled at
+            temperature 1, unfiltered).
+
+    Returns:
+        accept_SD float64 (0 where invalid), start_S int64 slots, valid_SD bool, with D = draft_length.
+    """
+    rollout = head.rollout(batch, draft_length)
+    start_S, valid_SD = rollout.start_S, rollout.valid_SD
+    pair_P2 = valid_SD.nonzero()
+    label_slot_P = start_S[pair_P2[:, 0]] + 1 + pair_P2[:, 1]
+    label_P = batch.next_token_T[label_slot_P]
+    accept_SD = torch.zeros(valid_SD.shape, dtype=torch.float64, device=valid_SD.device)
+    for begin in range(0, len(pair_P2), PROJECTION_CHUNK):
+        chunk = slice(begin, begin + PROJECTION_CHUNK)
+        s_C, j_C = pair_P2[chunk].unbind(1)
+        logits_CV = head.logits(rollout.state_SDH[s_C, j_C]).float()
+        if temperature == 0:
+            accept_C = head.draft_ids_V[logits_CV.argmax(-1)] == label_P[chunk]
+        else:
+            index_C = torch.searchsorted(head.draft_ids_V, label_P[chunk]).clamp_max(len(head.draft_ids_V) - 1)
+            known_C = head.draft_ids_V[index_C] == label_P[chunk]
+            logq_CV = torch.log_softmax(logits_CV / temperature, dim=-1)
+            logq_C = logq_CV.gather(1, index_C[:, None]).squeeze(1)
+            log_ratio_C = (logq_C - batch.next_logprob_T[label_slot_P[chunk]]).clamp_max(0)
+            accept_C = torch.where(known_C, log_ratio_C.double().exp(), 0.0)
+        accept_SD[s_C, j_C] = accept_C.double()
+    return accept_SD, start_S, valid_SD
+
+
+def reply_acceptance(
+    head: Head, batches: Iterable[Batch], draft_length: int, temperature: float = 0.0
+) -> list[ReplyAcceptance]:
+    """Acceptance of every reply of the batches, in order; a reply of one token has no start and stays in the list."""
+    replies = []
+    for batch in batches:
+        accept_SD, start_S, valid_SD = (
+            x.cpu().numpy() for x in acceptance_probabilities(head, batch, draft_length, temperature)
+        )
+        label_S = batch.next_token_T[torch.as_tensor(start_S, device=batch.next_token_T.device) + 1].cpu().numpy()
+        unknown_S = ~np.isin(label_S, head.draft_ids_V.cpu().numpy())
+        row_S = np.searchsorted(np.asarray(batch.offsets[1:]), start_S, side="right")
+        for row, (prompt_id, route) in enumerate(zip(batch.prompt_ids, batch.routes, strict=True)):
+            here = row_S == row
+            replies.append(
+                ReplyAcceptance(prompt_id, route, accept_SD[here], valid_SD[here], int(unknown_S[here].sum()))
+            )
+    return replies
+
+
+def visits(accept_RTK: np.ndarray, num_starts_R: np.ndarray) -> np.ndarray:
+    """v_{r,t}: the probability that a live run of reply r begins a step at its t-th start (design.md section 5).
+
+    Number the starts of a reply of n tokens 0 .. n-2 (start 0 follows prefill, which gives the first token). A step
+    that begins at t drafts up to K tokens. It accepts exactly j < K of them with probability
+    prod_{i<j} r_{t,i} * (1 - r_{t,j}), emits those j and a corrected token, and the next step begins at t + j + 1.
+    It accepts all K with prod_i r_{t,i}, emits them and a bonus token, and the next step begins at t + K + 1. Hence
+
+        v_0 = 1,   v_{t+j+1} += v_t prod_{i<j} r_{t,i} (1 - r_{t,j}),   v_{t+K+1} += v_t prod_{i<K} r_{t,i}.
+
+    Every path of accept/reject coins is summed with its probability, so the expectation over coins is exact and none
+    is drawn; mass that passes the last start has emitted the whole reply and ends. Depths that nothing judges (past
+    the reply's end, or no proposal) have r = 0: the step ends there, which is where it ends live. With greedy drafts
+    every r is 0 or 1 and v marks the very steps a live run takes.
+
+    Args:
+        accept_RTK: r, zero-padded over starts.
+        num_starts_R: n - 1 of each reply; 0 for a reply that prefill completes.
+
+    Returns:
+        visit_RT, zero beyond each reply's starts; its sum over t is the expected number of steps.
+    """
+    num_replies, num_starts, depth = accept_RTK.shape
+    visit = np.zeros((num_replies, num_starts + depth + 1))
+    visit[:, 0] = 1.0
+    for t in range(num_starts):
+        visit[:, t] *= t < num_starts_R
+        reach_R = visit[:, t].copy()
+        for j in range(depth):
+            visit[:, t + j + 1] += reach_R * (1.0 - accept_RTK[:, t, j])
+            reach_R = reach_R * accept_RTK[:, t, j]
+        visit[:, t + depth + 1] += reach_R
+    return visit[:, :num_starts]
+
+
+def count_replies(replies: Sequence[ReplyAcceptance], draft_length: int) -> list[PromptCounts]:
+    """Expected sums of every reply at one draft length, by counting rule `reply`; longer rollouts are cut to it."""
+    num_starts_R = np.array([len(reply.accept_TK) for reply in replies], dtype=np.int64)
+    longest = int(num_starts_R.max(initial=0))
+    accept_RTK = np.zeros((len(replies), longest, draft_length))
+    for row, reply in enumerate(replies):
+        accept_RTK[row, : len(reply.accept_TK)] = reply.accept_TK[:, :draft_length]
+    visit_RT = visits(accept_RTK, num_starts_R)
+    # alive[t, j]: a step begins at t and its first j drafts are accepted
+    survival_RTK = np.cumprod(accept_RTK, axis=2)
+    alive = visit_RT[:, :, None] * np.concatenate([np.ones_like(survival_RTK[:, :, :1]), survival_RTK], axis=2)
+    counts = []
+    for row, reply in enumerate(replies):
+        n = int(num_starts_R[row])
+        alive_T, judged_TK = alive[row, :n], reply.judged_TK[:, :draft_length]
+        accepted_TK = reply.accept_TK[:, :draft_length]
+        # a step is short when all that is left of the reply are accepted drafts
+        last = range(max(n - draft_length, 0), n)
+        histogram = alive_T[:, :-1] * (1.0 - accepted_TK)
+        counts.append(
+            PromptCounts(
+                prompt_id=reply.prompt_id,
+                route=reply.route,
+                num_tokens=float(n),
+                num_steps=float(alive_T[:, 0].sum()),
+                num_short_steps=float(sum(alive_T[t, n - t] for t in last)),
+                accepted_K=alive_T[:, 1:].sum(0),
+                judged_K=(alive_T[:, :-1] * judged_TK).sum(0),
+                histogram=np.append(histogram.sum(0), alive_T[:, -1].sum()),
+                num_out_of_vocab=reply.num_out_of_vocab,
+                uniform={
+                    "pairs": judged_TK.sum(0).astype(float),
+                    "accepted": accepted_TK.sum(0),
+                    "survived": np.cumprod(accepted_TK, axis=1).sum(0),
+                },
+            )
+        )
+    return counts
+
+
+def offline_acceptance(
+    head: Head, batches: Iterable[Batch], draft_length: int, temperature: float = 0.0
+) -> list[PromptCounts]:
+    """What live decoding of these paths would accept, prompt by prompt: one rollout a batch and the recursion."""
+    return count_replies(reply_acceptance(head, batches, draft_length, temperature), draft_length)
+
+
+def engine_counts(counts: PromptCounts) -> PromptCounts:
+    """The same steps as a serving engine counts them: every step drafts a whole block and emits one token more.
+
+    Exact for live runs that judge whole blocks. Made from `reply` sums it takes drafts beyond the reply's end as
+    refused, which an engine may accept: one block a reply is then counted low.
+    """
+    return PromptCounts(
+        prompt_id=counts.prompt_id,
+        route=counts.route,
+        num_tokens=counts.num_steps + float(counts.accepted_K.sum()),
+        num_steps=counts.num_steps,
+        num_short_steps=0.0,
+        accepted_K=counts.accepted_K,
+        judged_K=np.append(counts.num_steps, counts.accepted_K[:-1])[: len(counts.accepted_K)],
+        histogram=counts.histogram,
+        num_out_of_vocab=counts.num_out_of_vocab,
+    )
+
+
+def accept_len_interval(counts: Sequence[PromptCounts], replicates: int = 2000, seed: int = 0) -> Interval:
+    """accept_len = emitted tokens / target steps (micro average), with its interval over prompts."""
+    weights_BR = resampling_weights(len(counts), replicates, seed)
+    return ratio_interval(np.array([c.num_tokens for c in counts]), np.array([c.num_steps for c in counts]), weights_BR)
+
+
+def customary_estimates(counts: Sequence[PromptCounts]) -> tuple[float | None, float | None]:
+    """The two usual estimates, which start blocks uniformly along the path and so report too much.
+
+    Returns:
+        uniform_start_estimate: 1 + sum over depths of the mean survival over all starts.
+        product_of_marginals: 1 + sum over depths of the product of each depth's own mean acceptance.
+    """
+    if not counts or not all(c.uniform for c in counts):
+        return None, None
+    total = {name: np.sum([c.uniform[name] for c in counts], axis=0) for name in counts[0].uniform}
+    survival_K = ratio(total["survived"], total["pairs"])
+    marginal_K = ratio(total["accepted"], total["pairs"])
+    return 1 + float(np.nansum(survival_K)), 1 + float(np.nansum(np.cumprod(np.nan_to_num(marginal_K))))
+
+
+def acceptance_row(
+    counts: Sequence[PromptCounts],
+    *,
+    source: str,
+    drafter: str,
+    draft_length: int,
+    route: str = "all",
+    context: str = "all",
+    temperature: float = 0.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    draft: str = "greedy",
+    counting: str = "reply",
+    replicates: int = 2000,
+    seed: int = 0,
+) -> dict[str, Any]:
+    """One row of eval/acceptance.json from the sums of the prompts of one route (`all`: every prompt given)."""
+    chosen = [c for c in counts if route in ("all", c.route)]
+    weights_BR = resampling_weights(len(chosen), replicates, seed)
+    tokens_R, steps_R = (np.array([getattr(c, name) for c in chosen], float) for name in ("num_tokens", "num_steps"))
+    accepted_RK, judged_RK, histogram_R = (
+        np.stack([getattr(c, name) for c in chosen]) if chosen else np.zeros((0, width))
+        for name, width in (("accepted_K", draft_length), ("judged_K", draft_length), ("histogram", draft_length + 1))
+    )
+    conditional = [ratio_interval(accepted_RK[:, k], judged_RK[:, k], weights_BR) for k in range(draft_length)]
+    uniform, marginals = customary_estimates(chosen)
+    unknown = [c.num_out_of_vocab for c in chosen]
+    share = None if None in unknown else float(ratio(sum(x or 0 for x in unknown), tokens_R.sum()))
+    return {
+        "source": source,
+        "drafter": drafter,
+        "route": route,
+        "context": context,
+        "temperature": temperature,
+        "top_k": top_k,
+        "top_p": top_p,
+        "draft": draft,
+        "draft_length": draft_length,
+        "tree": None,
+        "counting": counting,
+        "num_prompts": len(chosen),
+        "num_tokens": int(round(tokens_R.sum())),
+        "num_steps": float(steps_R.sum()),
+        "num_short_steps": float(sum(c.num_short_steps for c in chosen)),
+        "accept_len": ratio_interval(tokens_R, steps_R, weights_BR),
+        "accept_len_macro": mean_interval(ratio(tokens_R, steps_R), weights_BR),
+        "conditional": conditional,
+        "survival": survival_intervals(accepted_RK, judged_RK, weights_BR),
+        "accepted_histogram": histogram_R.sum(0).tolist(),
+        "uniform_start_estimate": uniform,
+        "product_of_marginals": marginals,
+        "out_of_vocab_share": None if share is None or not np.isfinite(share) else share,
+    }
+
+
+def survival_intervals(accepted_RK: np.ndarray, judged_RK: np.ndarray, weights_BR: np.ndarray) -> list[Interval]:
+    """survival[k] = product of conditional[0..k], by definition, in every bootstrap replicate too."""
+    value_K = np.cumprod(ratio(accepted_RK.sum(0), judged_RK.sum(0)))
+    samples_BK = np.cumprod(ratio(weights_BR @ accepted_RK, weights_BR @ judged_RK), axis=1)
+    return [interval(float(value_K[k]), samples_BK[:, k]) for k in range(len(value_K))]
