@@ -1,8 +1,10 @@
 """The whole recipe: one dataclass whose fields are the sections of the YAML file. No torch here."""
 
 from dataclasses import dataclass, field
+from typing import Annotated
 
 from headstart.eval.settings import EvalSettings, ExportSettings
+from headstart.heads.rules import Conflicts, Count, Pattern
 from headstart.heads.settings import Eagle3Settings, TargetSettings
 from headstart.trainer.settings import (
     FeatureSettings,
@@ -17,13 +19,13 @@ from headstart.trainer.settings import (
 class RunSettings:
     """Where results go and what makes them repeat."""
 
-    name: str = ""
+    name: Annotated[str, Pattern(r"([A-Za-z0-9_][A-Za-z0-9_.+-]*)?", "letters, digits and _ . + - only")] = ""
     """Folder under `root`; empty means the recipe file's name."""
     root: str = "runs"
     """Folder for all runs, created in the current folder."""
-    seed: int = 0
+    seed: Count = 0
     """Seeds head weights, batch order and sampled replies."""
-    threads: int = 0
+    threads: Count = 0
     """CPU threads; 0 means the cores this process may use, shared by the processes on this machine."""
 
 
@@ -41,3 +43,11 @@ class Recipe:
     eval: EvalSettings = field(default_factory=EvalSettings)
     export: ExportSettings = field(default_factory=ExportSettings)
     tracking: TrackingSettings = field(default_factory=TrackingSettings)
+
+    def conflicts(self) -> Conflicts:
+        longest = self.traffic.max_new_tokens
+        reply = f"a reply has at most traffic.max_new_tokens = {longest} tokens, so nothing of that depth is ever met"
+        if self.train.depth >= longest:
+            yield "train.depth", f"found {self.train.depth}; {reply}"
+        if max(self.eval.draft_lengths) >= longest:
+            yield "eval.draft_lengths", f"found {self.eval.draft_lengths}; {reply}"

@@ -1,55 +1,74 @@
 """Settings of prompts, traffic, features and training. No torch here."""
 
 from dataclasses import dataclass, field
+from typing import Annotated, Literal
+
+from headstart.heads.rules import Bounds, Conflicts, Count, NonNegative, PathText, Positive, PositiveShare, Share
 
 
 @dataclass(frozen=True)
 class PromptSettings:
     """Where requests come from and how they are split."""
 
-    sources: list[str] = field(default_factory=lambda: ["builtin"])
+    sources: list[PathText] = field(default_factory=lambda: ["builtin"])
     """`builtin`, or files: JSONL of {"id","route","messages"} or {"prompt"}, Parquet, or a `datasets` folder."""
-    heldout: str = "builtin"
+    heldout: PathText = "builtin"
     """Prompts that are only reported, never trained on or chosen by: `builtin` or a file."""
     routes: list[str] = field(default_factory=list)
     """Keep only these routes; empty keeps all."""
-    num_train: int = 2000
+    num_train: Count = 2000
     """Training prompts taken from the sources, balanced over routes; 0 takes all."""
-    num_validation: int = 64
+    num_validation: Positive = 64
     """Prompts (by content hash, from the sources) that choose the best checkpoint."""
-    num_heldout: int = 240
+    num_heldout: Count = 240
     """Held-out prompts, balanced over routes; 0 takes all."""
-    num_synthesized: int = 0
+    num_synthesized: Count = 0
     """Extra training prompts that the target writes itself from an empty user turn."""
+
+    def conflicts(self) -> Conflicts:
+        if not self.sources and not self.num_synthesized:
+            yield "sources", "found no source and num_synthesized 0: nothing to train on; the default is [builtin]"
 
 
 @dataclass(frozen=True)
 class TrafficSettings:
     """How the target answers."""
 
-    max_new_tokens: int = 128
+    max_new_tokens: Annotated[int, Bounds(low=2)] = 128
     """Longest reply; one cut here gets no invented stop token."""
-    temperature: float = 0.0
+    temperature: NonNegative = 0.0
     """0 is greedy. Serve with what you train on."""
-    top_k: int = 0
+    top_k: Count = 0
     """Keep the k most likely tokens; 0 keeps all."""
-    top_p: float = 1.0
+    top_p: PositiveShare = 1.0
     """Keep the smallest set of this much mass; 1 keeps all."""
-    max_prompt_tokens: int = 512
+    max_prompt_tokens: Positive = 512
     """Longer prompts are refused before anything runs."""
-    slots: int = 32
+    slots: Positive = 32
     """Replies generated at once; a slot is refilled when its reply ends."""
-    chunk: int = 256
+    chunk: Positive = 256
     """Prompts a chunk: the unit of commit, resume and determinism."""
-    eval_dtype: str = "float32"
+    eval_dtype: Literal["float32", "bfloat16"] = "float32"
     """Precision of validation and held-out replies, so that greedy identity can be exact."""
+
+    def conflicts(self) -> Conflicts:
+        if self.temperature == 0 and self.top_k:
+            yield (
+                "top_k",
+                f"found {self.top_k} with temperature 0: greedy replies take no filter; drop it or raise temperature",
+            )
+        if self.temperature == 0 and self.top_p < 1:
+            yield (
+                "top_p",
+                f"found {self.top_p:g} with temperature 0: greedy replies take no filter; drop it or raise temperature",
+            )
 
 
 @dataclass(frozen=True)
 class FeatureSettings:
     """How the target's states reach training."""
 
-    mode: str = "cache"
+    mode: Literal["cache"] = "cache"
     """`cache`: packed bf16 shards on disk."""
 
 
@@ -57,13 +76,13 @@ class FeatureSettings:
 class LossSettings:
     """What each supervised pair is charged."""
 
-    kind: str = "kl"
+    kind: Literal["kl", "ce", "tv", "lk_hybrid"] = "kl"
     """kl (forward), ce (recorded token), tv (1 - acceptance) or lk_hybrid (from KL to TV, arXiv 2602.23881)."""
-    depth_decay: float = 0.8
+    depth_decay: PositiveShare = 0.8
     """Pair (t, j) weighs depth_decay ** j."""
-    lk_rate: float = 3.0
+    lk_rate: NonNegative = 3.0
     """lk_hybrid mixes lambda = exp(-lk_rate * acceptance) of KL with 1 - lambda of TV."""
-    chunk: int = 512
+    chunk: Positive = 512
     """Pairs projected to the vocabulary at a time."""
 
 
@@ -71,36 +90,40 @@ class LossSettings:
 class TrainSettings:
     """The optimiser's budget, in counts so that runs repeat."""
 
-    num_steps: int = 1000
+    num_steps: Positive = 1000
     """Optimiser steps."""
-    batch_tokens: int = 1024
+    batch_tokens: Positive = 1024
     """Tokens a step, prompts included, over all ranks and accumulation steps."""
-    accumulate: int = 1
+    accumulate: Positive = 1
     """Micro-batches a step is split into; the result does not depend on it."""
-    depth: int = 3
+    depth: Positive = 3
     """Unroll depth: drafted tokens supervised after every start."""
-    learning_rate: float = 1.5e-3
+    learning_rate: Annotated[float, Bounds(above=0)] = 1.5e-3
     """Peak rate of AdamW."""
-    warmup_steps: int = 50
+    warmup_steps: Count = 50
     """Linear warm-up."""
-    final_learning_rate: float = 0.0
+    final_learning_rate: Share = 0.0
     """Rate the cosine ends at, as a share of the peak."""
-    weight_decay: float = 0.0
+    weight_decay: NonNegative = 0.0
     """Decoupled decay of matrices (never of norms)."""
-    clip_norm: float = 1.0
+    clip_norm: NonNegative = 1.0
     """Largest gradient norm; 0 switches clipping off."""
-    dtype: str = "auto"
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Precision of matrix products: auto, float32 or bfloat16 (weights and optimiser stay float32)."""
     loss: LossSettings = field(default_factory=LossSettings)
     """The loss and its weights."""
-    eval_every: int = 250
+    eval_every: Positive = 250
     """Steps between measurements of acceptance on the validation split."""
-    save_every: int = 250
+    save_every: Positive = 250
     """Steps between checkpoints."""
-    keep: int = 2
+    keep: Positive = 2
     """Checkpoints kept beside `best`."""
-    log_every: int = 10
+    log_every: Positive = 10
     """Steps between lines of metrics.jsonl."""
+
+    def conflicts(self) -> Conflicts:
+        if self.batch_tokens % self.accumulate:
+            yield "accumulate", f"found {self.accumulate}, expected a divisor of batch_tokens = {self.batch_tokens}"
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,173 @@
+"""A recipe file to a `Recipe`: defaults < recipe < `key=value`, and every problem in one message.
+
+A recipe is YAML that Python can run too, so that `accelerate launch recipes/x.yaml` works: to Python the whole recipe
+is one annotation, `_: r\"\"\" .. \"\"\"`; to YAML the first line is a key `_` and the last one a comment.
+"""
+
+import dataclasses
+import sys
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from headstart import __version__
+from headstart.heads.errors import WrongInput
+from headstart.launch.schema import Builder, Found, Problem, keys, nearest
+from headstart.launch.settings import Recipe
+
+FIRST_LINE = '_: r"""   # launch line 1 of 2 (the last line is the other): keep both, they let Python run this file'
+LAST_LINE = '# """; from headstart.launch import main; main(__file__, __name__)'
+LAUNCH_KEY = "_"
+BUILT_IN = Path(__file__).resolve().parent.parent / "recipes"
+
+
+def built_in_recipes() -> dict[str, Path]:
+    """Recipes that come with headstart, by name."""
+    import headstart.recipes
+
+    folder = Path(headstart.recipes.__path__[0])
+    return {str(path.relative_to(folder).with_suffix("")): path for path in sorted(folder.rglob("*.yaml"))}
+
+
+def find_recipe(text: str) -> Path:
+    """The recipe's file: a path, or a built-in recipe by name (`smoke`, `recipes/smoke.yaml`).
+
+    Raises:
+        WrongInput: there is neither.
+    """
+    path = Path(text).expanduser()
+    if path.is_file():
+        return path.resolve()
+    known = built_in_recipes()
+    name = text.removeprefix("recipes/").removesuffix(".yaml")
+    if name in known:
+        return known[name]
+    near = nearest(name, list(known))
+    found = "is a folder" if path.is_dir() else "does not exist"
+    hint = f"Did you mean {near}? " if near else ""
+    raise WrongInput(
+        f"{text} {found}; expected a recipe file or a built-in recipe.\n{hint}`headstart ls recipes` lists them."
+    )
+
+
+def load_recipe(path: Path, overrides: list[str] | tuple[str, ...] = ()) -> Recipe:
+    """Read and check a recipe; `overrides` are `key=value` with dotted keys and YAML values.
+
+    Raises:
+        WrongInput: with every problem, each with its place, dotted path and the nearest valid key.
+    """
+    problems: list[Problem] = []
+    found = read_yaml(path, problems)
+    for text in overrides:
+        found = override(found, text, problems)
+    builder = Builder(Recipe, path.parent)
+    recipe = builder.section(Recipe, found)
+    problems += builder.problems
+    if problems:
+        raise WrongInput(describe(path, problems))
+    if not recipe.run.name:
+        recipe = dataclasses.replace(recipe, run=dataclasses.replace(recipe.run, name=path.stem))
+    return recipe
+
+
+def line_number(problem: Problem) -> int:
+    """Sort key: problems in the order of the file, then those of the command line."""
+    number = problem.where.rpartition(":")[2]
+    return int(number) if number.isdigit() else sys.maxsize
+
+
+def describe(path: Path, problems: list[Problem]) -> str:
+    number = f"{len(problems)} problem{'s' if len(problems) > 1 else ''}"
+    lines = "\n".join(f"  {problem}" for problem in sorted(problems, key=line_number))
+    return f"{number} in {path}:\n{lines}\n`headstart ls settings` lists every key with its default."
+
+
+def read_yaml(path: Path, problems: list[Problem]) -> Found:
+    """The file as located values, without the launch line."""
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise WrongInput(f"{path} cannot be read as UTF-8 text: {error}") from None
+    root = parse(text, path.name, problems)
+    if isinstance(root.value, dict):
+        root.value.pop(LAUNCH_KEY, None)
+    elif root.value is None:
+        return Found({}, root.where)
+    return root
+
+
+def parse(text: str, name: str, problems: list[Problem], line: bool = True) -> Found:
+    """YAML to located values; syntax errors and keys given twice are reported."""
+    loader = yaml.SafeLoader(text)
+
+    def place(node: yaml.Node) -> str:
+        return f"{name}:{node.start_mark.line + 1}" if line else name
+
+    def located(node: yaml.Node) -> Found:
+        if isinstance(node, yaml.MappingNode):
+            entries: dict[str, Found] = {}
+            for key_node, value_node in node.value:
+                key = str(loader.construct_object(key_node, deep=True))
+                if key in entries:
+                    problems.append(Problem(place(key_node), key, f"given twice; first at {entries[key].where}"))
+                entries[key] = dataclasses.replace(located(value_node), where=place(key_node))
+            return Found(entries, place(node))
+        if isinstance(node, yaml.SequenceNode):
+            return Found([located(item) for item in node.value], place(node))
+        return Found(loader.construct_object(node), place(node))
+
+    try:
+        node = loader.get_single_node()
+        return located(node) if node else Found(None, name)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        where = f"{name}:{mark.line + 1}" if mark and line else name
+        problems.append(Problem(where, "", f"not YAML: {error.problem or error.context}"))
+    except (yaml.YAMLError, ValueError) as error:
+        problems.append(Problem(name, "", f"not YAML: {error}"))
+    finally:
+        loader.dispose()
+    return Found({}, name)
+
+
+def override(root: Found, text: str, problems: list[Problem]) -> Found:
+    """`root` with one `key=value` of the command line laid over it."""
+    place = f"command line `{text}`"
+    dotted, equals, value = text.partition("=")
+    if not equals or not dotted.strip():
+        problems.append(Problem(place, "", "expected key=value, such as train.num_steps=200"))
+        return root
+    leaf = parse(value, place, problems, line=False)
+
+    def laid_over(found: Found | None, parts: list[str]) -> Found:
+        if not parts:
+            return dataclasses.replace(leaf, where=place)
+        entries = dict(found.value) if found is not None and isinstance(found.value, dict) else {}
+        entries[parts[0]] = laid_over(entries.get(parts[0]), parts[1:])
+        return Found(entries, found.where if found else place)
+
+    return laid_over(root, dotted.strip().split("."))
+
+
+def to_dict(recipe: Recipe) -> dict[str, Any]:
+    return dataclasses.asdict(recipe)
+
+
+def dump_recipe(recipe: Recipe, comment: str) -> str:
+    """The resolved recipe as a file that runs by itself, every setting written out."""
+    body = yaml.safe_dump(to_dict(recipe), sort_keys=False, allow_unicode=True, width=110)
+    comments = "".join(f"# {line}\n" for line in [*comment.splitlines(), f"headstart {__version__}"])
+    return f"{comments}{FIRST_LINE}\n{body}{LAST_LINE}\n"
+
+
+def changed_settings(recipe: Recipe) -> list[str]:
+    """`key=value` of every setting that is not at its default."""
+    changed = []
+    for key in keys(Recipe):
+        value: Any = recipe
+        for part in key.path.split("."):
+            value = getattr(value, part)
+        if value != key.default:
+            changed.append(f"{key.path}={value}")
+    return changed

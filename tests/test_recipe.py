@@ -1,0 +1,167 @@
+"""A recipe is checked whole: every problem at once, with place, dotted path and the nearest key."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from headstart.heads.errors import WrongInput
+from headstart.launch.recipe import (
+    FIRST_LINE,
+    LAST_LINE,
+    built_in_recipes,
+    changed_settings,
+    dump_recipe,
+    find_recipe,
+    load_recipe,
+)
+from headstart.launch.schema import keys
+from headstart.launch.settings import Recipe
+
+
+def write(tmp_path: Path, text: str, name: str = "mine.yaml") -> Path:
+    path = tmp_path / name
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def problems_of(path: Path, *overrides: str) -> list[str]:
+    with pytest.raises(WrongInput) as caught:
+        load_recipe(path, overrides)
+    return [line.strip() for line in str(caught.value).splitlines()[1:-1]]
+
+
+# recipe text, then what each reported line must say
+BAD_RECIPES = [
+    ("train: {num_stepz: 3}", ["mine.yaml:1: train.num_stepz: unknown key; did you mean train.num_steps?"]),
+    ("train:\n  lr: 0.1", ["mine.yaml:2: train.lr: unknown key; did you mean train.learning_rate?"]),
+    ("learning_rate: 1", ["mine.yaml:1: learning_rate: unknown key; did you mean train.learning_rate?"]),
+    ("trian:\n  depth: 3", ["mine.yaml:1: trian: unknown key; did you mean train?"]),
+    ("run: {seed: zebra}", ["mine.yaml:1: run.seed: found 'zebra', expected a whole number"]),
+    ("run: {name: 2024}", ["run.name: found 2024, expected text in quotes"]),
+    ("run: {name: a/b}", ["run.name: found 'a/b', expected letters"]),
+    ("head: {draft_vocab_size: -1}", ["head.draft_vocab_size: found -1, expected at least 0"]),
+    ("head: {draft_vocab_size: 0.5}", ["head.draft_vocab_size: found 0.5, expected a whole number"]),
+    ("head: {draft_vocab_size: true}", ["head.draft_vocab_size: found true, expected a whole number"]),
+    ("head: {taps: [3, 1, 3]}", ["head.taps: found [3, 1, 3], expected ascending tap ids without repeats: [1, 3]"]),
+    ("head: {taps: 2}", ["head.taps: found 2, expected a list of whole numbers, such as [2]"]),
+    ("head: {taps: [1, -2]}", ["head.taps[1]: found -2, expected at least 0"]),
+    ("head: {kind: eagle}", ["head.kind: found 'eagle', expected eagle3; did you mean eagle3?"]),
+    ("head: {fc_norm: 1}", ["head.fc_norm: found 1, expected true or false"]),
+    ("traffic: {temperature: -0.1}", ["traffic.temperature: found -0.1, expected at least 0"]),
+    ("traffic: {top_p: 0}", ["traffic.top_p: found 0, expected more than 0 and at most 1"]),
+    ("traffic: {top_p: 1.5}", ["traffic.top_p: found 1.5, expected more than 0 and at most 1"]),
+    ("traffic: {top_p: 0.9}", ["traffic.top_p: found 0.9 with temperature 0: greedy replies take no filter"]),
+    ("traffic: {temperature: .nan}", ["traffic.temperature: found nan, expected a number"]),
+    ("train: {depth: 0}", ["train.depth: found 0, expected at least 1"]),
+    ("train: {depth: null}", ["train.depth: found nothing, expected a whole number"]),
+    ("train: 7", ["train: found 7, expected keys with values below it"]),
+    ("train: {loss: {kind: kd}}", ["train.loss.kind: found 'kd', expected kl, ce, tv or lk_hybrid"]),
+    ("train: {accumulate: 3}", ["train.accumulate: found 3, expected a divisor of batch_tokens = 1024"]),
+    ("traffic: {max_new_tokens: 3}\ntrain: {depth: 2}", ["mine.yaml:1: eval.draft_lengths: found [1, 2, 3, 4]"]),
+    ("eval: {draft_lengths: [1, 2]}", ["eval.draft_length: found 4, expected one of draft_lengths = [1, 2]"]),
+    ("eval:\n  draft_lengths: []", ["mine.yaml:2: eval.draft_lengths: found [], expected one or more"]),
+    (
+        "export: {engines: [vlm]}",
+        ["export.engines[0]: found 'vlm', expected vllm, sglang or llamacpp"],
+    ),
+    ("prompts: {sources: []}", ["prompts.sources: found no source"]),
+    ("train:\n  depth: 2\n  depth: 3", ["mine.yaml:3: depth: given twice; first at mine.yaml:2"]),
+    ("train:\n\tdepth: 2", ["mine.yaml:2: not YAML"]),
+    ("- target", ["found [target], expected keys with values below it"]),
+    (
+        "run: {sead: 1}\ntarget: {dtype: fp32}\ntraffic:\n  slots: 0\n  top_k: many\ntrain:\n  depth: 0\n",
+        [
+            "mine.yaml:1: run.sead: unknown key; did you mean run.seed?",
+            "mine.yaml:2: target.dtype: found 'fp32', expected auto, float32 or bfloat16",
+            "mine.yaml:4: traffic.slots: found 0, expected at least 1",
+            "mine.yaml:5: traffic.top_k: found 'many', expected a whole number",
+            "mine.yaml:7: train.depth: found 0, expected at least 1",
+        ],
+    ),
+]
+
+
+@pytest.mark.parametrize(("text", "expected"), BAD_RECIPES, ids=[text.replace("\n", " ") for text, _ in BAD_RECIPES])
+def test_every_problem_is_reported_with_its_place(tmp_path: Path, text: str, expected: list[str]) -> None:
+    reported = problems_of(write(tmp_path, text))
+    assert len(reported) == len(expected), reported
+    for line, reported_line in zip(expected, reported, strict=True):
+        assert line in reported_line
+
+
+def test_overrides_win_over_the_recipe_and_the_recipe_over_defaults(tmp_path: Path) -> None:
+    path = write(tmp_path, "train:\n  num_steps: 7\n  depth: 2\n")
+    assert load_recipe(path).train.num_steps == 7
+    recipe = load_recipe(path, ["train.num_steps=9", "train.loss.kind=tv", "head.taps=[0, 2, 4]", "run.name=x"])
+    assert recipe.train.num_steps == 9
+    assert recipe.train.depth == 2
+    assert recipe.train.loss.kind == "tv"
+    assert recipe.head.taps == [0, 2, 4]
+    assert recipe.run.name == "x"
+    assert recipe.train.batch_tokens == Recipe().train.batch_tokens
+    assert load_recipe(path, ["train.num_steps=1", "train.num_steps=2"]).train.num_steps == 2
+    assert load_recipe(path, ["train.learning_rate=1e-3"]).train.learning_rate == 1e-3
+
+
+def test_problems_of_overrides_stand_beside_those_of_the_file(tmp_path: Path) -> None:
+    path = write(tmp_path, "train:\n  depth: 0\n")
+    reported = problems_of(path, "train.steps=3", "depth", "traffic.slots=[", "traffic.chunk=none")
+    for line in (
+        "command line `depth`: expected key=value",
+        "command line `traffic.slots=[`: not YAML",
+        "command line `train.steps=3`: train.steps: unknown key; did you mean train.num_steps?",
+        "command line `traffic.chunk=none`: traffic.chunk: found 'none', expected a whole number",
+        "mine.yaml:2: train.depth: found 0, expected at least 1",
+    ):
+        assert any(line in reported_line for reported_line in reported), (line, reported)
+
+
+def test_paths_count_from_the_recipe_and_names_stay_names(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    text = "target: {model: model}\nprompts: {sources: [mine.jsonl, builtin], heldout: ../held.jsonl}\n"
+    recipe = load_recipe(write(tmp_path, text))
+    assert recipe.target.model == str(tmp_path / "model")
+    assert recipe.prompts.sources == [str(tmp_path / "mine.jsonl"), "builtin"]
+    assert recipe.prompts.heldout == str(tmp_path.parent / "held.jsonl")
+    assert load_recipe(write(tmp_path, "target: {model: org/name}")).target.model == "org/name"
+
+
+def test_the_resolved_recipe_reads_back_equal_and_is_python_too(tmp_path: Path) -> None:
+    recipe = load_recipe(write(tmp_path, "train: {learning_rate: 1.0e-5}\nhead: {taps: [1, 2]}\n"), ["run.seed=3"])
+    resolved = write(tmp_path, dump_recipe(recipe, "resolved from mine.yaml"), "resolved.yaml")
+    assert load_recipe(resolved) == recipe
+    compile(resolved.read_text(), "resolved.yaml", "exec")
+    assert "run.seed=3" in changed_settings(recipe)
+
+
+@pytest.mark.parametrize("name", sorted(built_in_recipes()))
+def test_every_built_in_recipe_is_valid_and_carries_the_launch_lines(name: str) -> None:
+    path = find_recipe(name)
+    assert load_recipe(path).run.name == Path(name).name
+    lines = path.read_text().splitlines()
+    assert FIRST_LINE in lines
+    assert lines[-1] == LAST_LINE
+    compile(path.read_text(), str(path), "exec")
+
+
+def test_every_setting_has_a_doc() -> None:
+    assert [key.path for key in keys(Recipe) if not key.doc.endswith(".")] == []
+
+
+def test_a_missing_recipe_names_the_nearest_one(tmp_path: Path) -> None:
+    with pytest.raises(WrongInput, match="does not exist"):
+        find_recipe(str(tmp_path / "nothing.yaml"))
+    with pytest.raises(WrongInput, match="is a folder"):
+        find_recipe(str(tmp_path))
+
+
+def test_recipes_and_settings_import_no_torch() -> None:
+    code = """
+import sys
+import headstart.launch.recipe
+heavy = {"torch", "transformers", "numpy", "datasets", "wandb"} & set(sys.modules)
+assert not heavy, heavy
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
