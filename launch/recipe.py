@@ -11,21 +11,20 @@ from typing import Any
 
 import yaml
 
+import headstart.recipes
 from headstart import __version__
 from headstart.heads.errors import WrongInput
+from headstart.heads.store import atomic_path
 from headstart.launch.schema import Builder, Found, Problem, keys, nearest
 from headstart.launch.settings import Recipe
 
 FIRST_LINE = '_: r"""   # launch line 1 of 2 (the last line is the other): keep both, they let Python run this file'
 LAST_LINE = '# """; from headstart.launch import main; main(__file__, __name__)'
 LAUNCH_KEY = "_"
-BUILT_IN = Path(__file__).resolve().parent.parent / "recipes"
 
 
 def built_in_recipes() -> dict[str, Path]:
     """Recipes that come with headstart, by name."""
-    import headstart.recipes
-
     folder = Path(headstart.recipes.__path__[0])
     return {str(path.relative_to(folder).with_suffix("")): path for path in sorted(folder.rglob("*.yaml"))}
 
@@ -69,6 +68,32 @@ def load_recipe(path: Path, overrides: list[str] | tuple[str, ...] = ()) -> Reci
     if not recipe.run.name:
         recipe = dataclasses.replace(recipe, run=dataclasses.replace(recipe.run, name=path.stem))
     return recipe
+
+
+def copy_recipe(text: str, destination: Path) -> None:
+    """Start a user's recipe: the source as it is, with the launch lines added where they are missing.
+
+    Raises:
+        WrongInput: no such recipe, or the destination exists.
+    """
+    source = find_recipe(text)
+    if destination.is_dir():
+        destination = destination / source.name
+    if destination.exists():
+        raise WrongInput(f"{destination} exists already; give another name: headstart cp {text} FILE")
+    content = source.read_text(encoding="utf-8")
+    if LAST_LINE not in content:
+        content = f"{FIRST_LINE}\n{content.rstrip()}\n{LAST_LINE}\n"
+    if source.is_relative_to(Path(headstart.recipes.__path__[0])):
+        content = content.replace(f"recipes/{source.name}", str(destination))
+    load_problems: list[Problem] = []
+    parse(content, str(destination), load_problems)
+    if load_problems:
+        raise WrongInput(describe(source, load_problems))
+    destination.parent.mkdir(parents=True, exist_ok=True)
+    with atomic_path(destination) as temporary:
+        temporary.write_text(content, encoding="utf-8")
+    print(f"wrote {destination}; next: headstart check {destination}")
 
 
 def line_number(problem: Problem) -> int:

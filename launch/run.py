@@ -5,6 +5,7 @@ import os
 import shlex
 import sys
 import time
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -12,8 +13,9 @@ from pathlib import Path
 from typing import IO, Any
 
 from headstart import __version__
-from headstart.heads.errors import WrongInput
+from headstart.heads.errors import GateFailed, WrongInput
 from headstart.heads.store import atomic_path, hash_json, read_json, versions, write_json
+from headstart.launch.schema import nearest
 
 RUN_SCHEMA = "headstart.run/1"
 
@@ -67,6 +69,11 @@ class RunFolder:
         return self.folder.name
 
     @property
+    def recipe(self) -> Path:
+        """The resolved recipe: this run again, every setting written out."""
+        return self.folder / "recipe.yaml"
+
+    @property
     def checkpoints(self) -> Path:
         return self.folder / "checkpoints"
 
@@ -91,11 +98,8 @@ class RunFolder:
         with atomic_path(link) as temporary:
             temporary.symlink_to(os.path.relpath(stage_folder, self.folder))
 
-    def claim(self, inputs: dict[str, Any]) -> None:
-        """Bind this run's name to one training: everything that changes its result, as nested JSON.
-
-        The first caller writes `run.json`; later ones must bring equal inputs. New top-level parts may be added by a
-        later call (the settings are known before the parents' keys are).
+    def compare(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        """Check that this name is free or belongs to the training of these inputs; returns what it holds already.
 
         Raises:
             WrongInput: the name belongs to another training; the message names the differing fields.
@@ -111,9 +115,21 @@ class RunFolder:
                 + "\n  ".join(shown)
                 + f"\nGive this run its own name (run.name={self.name}-2), or add --fresh to move the old one aside."
             )
+        return held
+
+    def claim(self, inputs: dict[str, Any]) -> None:
+        """Bind this run's name to one training: everything that changes its result, as nested JSON.
+
+        The first caller writes `run.json`; later ones must bring equal inputs. New top-level parts may be added by a
+        later call (the settings are known before the parents' keys are).
+
+        Raises:
+            WrongInput: the name belongs to another training.
+        """
+        held = self.compare(inputs)
         merged = {**held, **inputs}
         if merged != held:
-            write_json(path, {"schema": RUN_SCHEMA, "key": hash_json(merged), "inputs": merged})
+            write_json(self.folder / "run.json", {"schema": RUN_SCHEMA, "key": hash_json(merged), "inputs": merged})
 
     def set_aside(self) -> Path | None:
         """Rename an existing run out of the way (`--fresh`); nothing is deleted. Returns its new folder."""
@@ -124,6 +140,10 @@ class RunFolder:
             number += 1
         self.folder.rename(aside)
         return aside
+
+    def write_recipe(self, text: str) -> None:
+        with atomic_path(self.recipe) as temporary:
+            temporary.write_text(text, encoding="utf-8")
 
     def write_command(self) -> None:
         """Append how this run was called: time, folder, command line, versions."""
@@ -141,6 +161,10 @@ class RunFolder:
             sys.stdout, sys.stderr = Tee(stdout, log), Tee(stderr, log)
             try:
                 yield
+            except BaseException as error:
+                told = isinstance(error, WrongInput | GateFailed | KeyboardInterrupt)
+                log.write(f"{type(error).__name__}: {error}\n" if told else traceback.format_exc())
+                raise
             finally:
                 sys.stdout, sys.stderr = stdout, stderr
 
@@ -168,3 +192,34 @@ class Tee:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.stream, name)
+
+
+def find_run(text: str, root: Path = Path("runs")) -> tuple[RunFolder, str | None]:
+    """The run meant by a name or folder, and the checkpoint if its folder was given. An export folder means its run.
+
+    Raises:
+        WrongInput: there is no run; the message names the nearest.
+    """
+    path = Path(text).expanduser()
+    if not path.exists():
+        path = root / text
+    path = path.resolve()
+    if (path / "recipe.yaml").is_file():
+        return RunFolder(path), None
+    if path.parent.name == "checkpoints" and (path.parents[1] / "recipe.yaml").is_file():
+        return RunFolder(path.parents[1]), path.name
+    if path.parent.name == "export" and (path.parents[1] / "recipe.yaml").is_file():
+        return RunFolder(path.parents[1]), None
+    names = [folder.name for folder in run_folders(root)]
+    near = nearest(text.rstrip("/").rpartition("/")[2], names)
+    hint = f"did you mean {near}? " if near else ""
+    raise WrongInput(
+        f"{text}: found no run there, expected a run's name or folder, or a checkpoint or export folder in it.\n"
+        f"{hint}`headstart ls runs` lists the runs in {root}."
+    )
+
+
+def run_folders(root: Path) -> list[Path]:
+    """Folders of all runs under `root`, the latest first."""
+    found = [folder for folder in root.glob("*") if (folder / "recipe.yaml").is_file()]
+    return sorted(found, key=lambda folder: -(folder / "recipe.yaml").stat().st_mtime)

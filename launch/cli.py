@@ -1,0 +1,183 @@
+"""The command line. Parsing imports no torch; each command imports what it needs."""
+
+import argparse
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+from headstart import __version__
+from headstart.heads.errors import GateFailed, WrongInput
+
+DONE, FAULT, WRONG_INPUT, GATE_FAILED, INTERRUPTED = 0, 1, 2, 3, 130
+
+EPILOG = """\
+examples:
+  headstart cp eagle mine.yaml              a recipe of your own, ready to edit
+  headstart check mine.yaml                 find what is wrong before anything runs
+  headstart train mine.yaml run.seed=1      prompts, replies, head, measurements, export
+  accelerate launch mine.yaml               the same
+
+exit codes: 0 done, 1 fault, 2 wrong input, 3 done but a gate failed, 130 interrupted
+"""
+
+
+def main() -> None:
+    """Console script."""
+    sys.exit(run(sys.argv[1:]))
+
+
+def run(arguments: list[str]) -> int:
+    """Run one command and return its exit code; a wrong input or a failed gate prints one message, no traceback."""
+    options = build_parser().parse_args(arguments)
+    command: Callable[[argparse.Namespace], int | None] = options.command
+    try:
+        return command(options) or DONE
+    except WrongInput as error:
+        print(f"error: {error}", file=sys.stderr)
+        return WRONG_INPUT
+    except GateFailed as error:
+        print(f"gate failed: {error}", file=sys.stderr)
+        return GATE_FAILED
+    except KeyboardInterrupt:
+        print("\ninterrupted; the same command continues from here", file=sys.stderr)
+        return INTERRUPTED
+    except BrokenPipeError:  # the reader of our output, `head` say, has gone
+        sys.stderr.close()
+        return DONE
+    except Exception:
+        traceback.print_exc()
+        return FAULT
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = Parser(
+        prog="headstart",
+        description="Train, measure and export draft heads for lossless speculative decoding.",
+        epilog=EPILOG,
+    )
+    parser.add_argument("--version", action="version", version=f"headstart {__version__}")
+    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+
+    check = add(commands, "check", check_command, "check a recipe against its target and prompts; nothing is computed")
+    add_recipe(check, "headstart check recipes/eagle.yaml\n  headstart check mine.yaml train.depth=4 --dry-run")
+
+    train = add(commands, "train", train_command, "run a recipe: prompts, traffic, features, train, eval, export")
+    add_recipe(train, "headstart train recipes/smoke.yaml\n  headstart train eagle train.num_steps=200 run.name=quick")
+    train.add_argument("--fresh", action="store_true", help="move an existing run of this name aside and start anew")
+
+    evaluate = add(commands, "eval", eval_command, "measure a head: acceptance, losslessness, speed")
+    add_run(
+        evaluate, "headstart eval eagle --draft-length 2,3,4\n  headstart eval eagle --checkpoint step-000500 --speed"
+    )
+    evaluate.add_argument(
+        "--checkpoint", default="best", metavar="NAME", help="best, last or step-000500 (default best)"
+    )
+    evaluate.add_argument("--draft-length", metavar="N,N", help="draft lengths of the acceptance table")
+    evaluate.add_argument("--live", action="store_true", help="only the live loop beside the acceptance table")
+    evaluate.add_argument("--lossless", action="store_true", help="only greedy identity beside the acceptance table")
+    evaluate.add_argument("--speed", action="store_true", help="only timings beside the acceptance table")
+
+    export = add(commands, "export", export_command, "write a measured head for an engine")
+    add_run(export, "headstart export eagle --engine vllm\n  headstart export eagle --engine llamacpp --out ./draft")
+    export.add_argument("--engine", required=True, choices=["vllm", "sglang", "llamacpp"], help="who will load it")
+    export.add_argument("--out", type=Path, metavar="DIR", help="folder to write (default: export/ENGINE in the run)")
+    export.add_argument("--checkpoint", default="best", metavar="NAME", help="best, last or step-000500 (default best)")
+    export.add_argument("--untested", action="store_true", help="export unmeasured or failed heads; the card says so")
+
+    report = add(commands, "report", report_command, "write report.md and its plots again from a run's measurements")
+    add_run(report, "headstart report eagle", overrides=False)
+
+    ls = add(commands, "ls", ls_command, "list recipes, runs, heads or settings")
+    ls.add_argument("what", nargs="?", default="recipes", choices=["recipes", "runs", "heads", "settings"])
+    ls.add_argument("--root", default="runs", metavar="DIR", help="folder of the runs (default runs)")
+
+    cp = add(commands, "cp", cp_command, "start a recipe of your own from another, with the launch lines in place")
+    cp.add_argument("recipe", metavar="RECIPE", help="a recipe's name or file")
+    cp.add_argument("file", metavar="FILE", help="the new file, or a folder for it")
+
+    add(commands, "env", env_command, "print versions, hardware and folders, for a bug report")
+    return parser
+
+
+class Parser(argparse.ArgumentParser):
+    """Keeps the line breaks of examples, and takes no abbreviated options."""
+
+    def __init__(self, **options: object) -> None:
+        super().__init__(formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False, **options)  # type: ignore[arg-type]
+
+
+def add(commands: "argparse._SubParsersAction[Parser]", name: str, command: Callable, text: str) -> Parser:
+    parser = commands.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
+    parser.set_defaults(command=command)
+    return parser
+
+
+def add_recipe(parser: Parser, examples: str) -> None:
+    parser.add_argument("recipe", metavar="RECIPE", help="a recipe file, or the name of a built-in recipe")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings that win over the recipe's")
+    parser.add_argument("--dry-run", action="store_true", help="print what would run, with reasons, and stop")
+    parser.epilog = f"examples:\n  {examples}\n\n`headstart ls settings` lists every key with its default."
+
+
+def add_run(parser: Parser, examples: str, overrides: bool = True) -> None:
+    parser.add_argument("run", metavar="RUN", help="a run's name or folder, or a checkpoint or export folder of it")
+    if overrides:
+        parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings that win over the run's")
+    parser.epilog = f"examples:\n  {examples}"
+
+
+def check_command(options: argparse.Namespace) -> None:
+    from headstart.launch.commands import check
+
+    check(options.recipe, options.overrides, options.dry_run)
+
+
+def train_command(options: argparse.Namespace) -> None:
+    from headstart.launch.commands import check, train
+
+    if options.dry_run:
+        check(options.recipe, options.overrides, dry_run=True)
+    else:
+        train(options.recipe, options.overrides, options.fresh)
+
+
+def eval_command(options: argparse.Namespace) -> None:
+    from headstart.launch.commands import evaluate
+
+    overrides = list(options.overrides)
+    if options.draft_length:
+        lengths = sorted({int(n) for n in options.draft_length.split(",")})
+        overrides += [f"eval.draft_lengths={lengths}", f"eval.draft_length={lengths[-1]}"]
+    parts = [part for part in ("live", "lossless", "speed") if getattr(options, part)]
+    evaluate(options.run, options.checkpoint, overrides, parts)
+
+
+def export_command(options: argparse.Namespace) -> None:
+    from headstart.launch.commands import export
+
+    export(options.run, options.checkpoint, options.engine, options.out, options.untested, options.overrides)
+
+
+def report_command(options: argparse.Namespace) -> None:
+    from headstart.launch.commands import report
+
+    report(options.run)
+
+
+def ls_command(options: argparse.Namespace) -> None:
+    from headstart.launch import listing
+
+    listing.show(options.what, Path(options.root))
+
+
+def cp_command(options: argparse.Namespace) -> None:
+    from headstart.launch.recipe import copy_recipe
+
+    copy_recipe(options.recipe, Path(options.file))
+
+
+def env_command(options: argparse.Namespace) -> None:
+    from headstart.launch.listing import show_environment
+
+    show_environment()

@@ -1,0 +1,141 @@
+"""The commands that compute: each readies the process and the run folder, then hands over to the stages."""
+
+import dataclasses
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from headstart.heads.errors import WrongInput
+from headstart.launch.processes import find_processes
+from headstart.launch.recipe import dump_recipe, find_recipe, load_recipe
+from headstart.launch.run import RunFolder, find_run, locked
+from headstart.launch.settings import Recipe
+from headstart.launch.threads import apply_threads, choose_threads
+
+
+def check(recipe_text: str, overrides: list[str], dry_run: bool) -> None:
+    """Check a recipe against its target and prompts; with `dry_run` also print what training it would do."""
+    path = find_recipe(recipe_text)
+    recipe = load_recipe(path, overrides)
+    ready_process(recipe)
+    from headstart.launch.check import check_recipe
+
+    facts = check_recipe(recipe, path, overrides)
+    if dry_run:
+        from headstart.launch.plan import print_plan
+
+        print(dump_recipe(recipe, f"resolved from {path.name}"), flush=True)
+        print_plan(recipe, path, facts)
+    else:
+        print(f"{path} is fine; next: headstart train {recipe_text}")
+
+
+def train(recipe_text: str, overrides: list[str], fresh: bool) -> None:
+    """Run every stage of a recipe in its run folder."""
+    path = find_recipe(recipe_text)
+    recipe = load_recipe(path, overrides)
+    threads = ready_process(recipe)
+    from headstart.launch.check import check_recipe
+
+    run = RunFolder(Path(recipe.run.root).expanduser().resolve() / recipe.run.name)
+    if not fresh:
+        run.compare({"settings": training_settings(recipe)})
+    check_recipe(recipe, path, overrides)
+    if fresh and run.folder.exists():
+        with locked(run.folder):
+            print(f"the old run is now {run.set_aside()}")
+    with opened(run):
+        run.claim({"settings": training_settings(recipe)})
+        comment = f"resolved from {path.name}"
+        comment += f" with {' '.join(overrides)}" if overrides else ""
+        run.write_recipe(dump_recipe(recipe, comment))
+        print(f"run {run.folder}\nthreads: {threads}")
+        from headstart.launch.stages import run_train
+
+        run_train(recipe, path, run)
+
+
+def evaluate(run_text: str, checkpoint: str, overrides: list[str], parts: list[str]) -> None:
+    """Measure a checkpoint of a run; `parts` of live, lossless, speed limit what is measured beside acceptance."""
+    run, named = find_run(run_text)
+    recipe = run_recipe(run, overrides)
+    threads = ready_process(recipe)
+    with opened(run):
+        print(f"run {run.folder}\nthreads: {threads}")
+        from headstart.launch.stages import run_eval
+
+        run_eval(recipe, run.recipe, run, checkpoint=named or checkpoint, parts=parts)
+
+
+def export(run_text: str, checkpoint: str, engine: str, out: Path | None, untested: bool, overrides: list[str]) -> None:
+    """Write a checkpoint of a run for one engine."""
+    run, named = find_run(run_text)
+    recipe = run_recipe(run, [*overrides, f"export.engines=[{engine}]"])
+    ready_process(recipe)
+    with opened(run):
+        from headstart.launch.stages import run_export
+
+        run_export(recipe, run.recipe, run, checkpoint=named or checkpoint, out=out, untested=untested)
+
+
+def report(run_text: str) -> None:
+    """Write a run's report and plots again."""
+    run, _ = find_run(run_text)
+    with locked(run.folder):
+        from headstart.eval.report import write_report
+
+        print(write_report(run.folder))
+
+
+def ready_process(recipe: Recipe) -> str:
+    """Check the launcher's work and set the thread count before torch is imported. Returns the count with its reason."""
+    processes = find_processes()
+    threads = choose_threads(recipe.run.threads, processes.local_world_size)
+    apply_threads(threads)
+    return str(threads)
+
+
+@contextmanager
+def opened(run: RunFolder) -> Iterator[None]:
+    """Hold a run folder as its only writer, with the command and the console recorded in it."""
+    with locked(run.folder):
+        run.write_command()
+        with run.recorded():
+            yield
+
+
+def training_settings(recipe: Recipe) -> dict[str, object]:
+    """The settings that decide what is trained: a run name belongs to one set of them.
+
+    Paths are left out (their contents are in the stages' keys), and so is what only paces or places the work.
+    """
+    values = dataclasses.asdict(recipe)
+    for path in (
+        "target.model",
+        "target.device",
+        "prompts.sources",
+        "prompts.heldout",
+        "train.loss.chunk",
+        "train.save_every",
+        "train.keep",
+        "train.log_every",
+    ):
+        *sections, leaf = path.split(".")
+        section = values
+        for name in sections:
+            section = section[name]
+        del section[leaf]
+    sections_kept = ("target", "prompts", "traffic", "features", "head", "train")
+    return {"run": {"seed": recipe.run.seed}, **{name: values[name] for name in sections_kept}}
+
+
+def run_recipe(run: RunFolder, overrides: list[str]) -> Recipe:
+    """The recipe a run was made with; overrides may change how it is measured and exported, not what was trained."""
+    recipe = load_recipe(run.recipe)
+    changed = load_recipe(run.recipe, overrides)
+    if training_settings(changed) != training_settings(recipe) or changed.target.model != recipe.target.model:
+        raise WrongInput(
+            f"{run.folder} is trained already; found {' '.join(overrides)}, expected settings of eval, export or run.\n"
+            f"To train with other settings: headstart train {run.recipe} run.name=NAME {' '.join(overrides)}"
+        )
+    return changed

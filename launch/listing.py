@@ -1,0 +1,112 @@
+"""What `ls` and `env` print: recipes, runs, head kinds, settings, and where this installation stands."""
+
+import os
+import platform
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from headstart.heads.store import read_json, versions
+from headstart.launch.recipe import built_in_recipes
+from headstart.launch.run import run_folders
+from headstart.launch.schema import bare, keys
+from headstart.launch.settings import Recipe
+from headstart.launch.threads import usable_cores
+
+
+def show(what: str, root: Path) -> None:
+    """Print one listing."""
+    listing = {"recipes": recipes, "heads": heads, "settings": settings, "runs": lambda: runs(root)}[what]
+    rows = list(listing())
+    if not rows:
+        print(f"no {what} in {root}/; start one: headstart train smoke")
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]) - 1)] if rows else []
+    for row in rows:
+        print("  ".join([cell.ljust(width) for cell, width in zip(row, widths, strict=False)] + [row[-1]]).rstrip())
+
+
+def recipes() -> Iterator[list[str]]:
+    for name, path in built_in_recipes().items():
+        yield [name, path.read_text(encoding="utf-8").splitlines()[0].lstrip("# ").partition("  ")[0]]
+
+
+def heads() -> Iterator[list[str]]:
+    from headstart.heads.settings import Eagle3Settings
+
+    for cls in (Eagle3Settings,):
+        yield [cls().kind, (cls.__doc__ or "").strip().partition("\n")[0]]
+
+
+def settings() -> Iterator[list[str]]:
+    from headstart.launch.schema import Found
+
+    for key in keys(Recipe):
+        default = '""' if key.default == "" else bare(plain(key.default, Found))
+        yield [key.path, default, key.doc.replace("\n", " ")]
+
+
+def plain(value: Any, found: type) -> Any:
+    return found([plain(item, found) for item in value] if isinstance(value, list) else value, "")
+
+
+def runs(root: Path) -> Iterator[list[str]]:
+    for folder in run_folders(root):
+        checkpoints = sorted((folder / "checkpoints").glob("step-*"))
+        state = "exported" if any((folder / "export").glob("*/config.json")) else None
+        state = state or ("measured" if (folder / "eval" / "acceptance.json").exists() else None)
+        state = state or (checkpoints[-1].name if checkpoints else "started")
+        yield [folder.name, state, headline(folder)]
+
+
+def headline(folder: Path) -> str:
+    """The offline greedy row over all routes and contexts with the longest draft."""
+    path = folder / "eval" / "acceptance.json"
+    if not path.exists():
+        return ""
+    rows = [
+        row
+        for row in read_json(path)["rows"]
+        if row["source"] == "offline" and row["route"] == "all" and row["context"] == "all" and row["draft"] == "greedy"
+    ]
+    if not rows:
+        return ""
+    row = max(rows, key=lambda row: row["draft_length"])
+    value = row["accept_len"]
+    return f"accept_len {value['value']:.2f} [{value['low']:.2f}, {value['high']:.2f}] at draft length {row['draft_length']}"
+
+
+def show_environment() -> None:
+    """Print versions, hardware and folders."""
+    from headstart.heads.builtin import cache_folder
+
+    cores, reason = usable_cores()
+    rows = {**versions(), "platform": platform.platform(), "cpu": cpu_name(), "threads": f"{cores} ({reason})"}
+    rows["memory"] = f"{memory_bytes() / 2**30:.1f} GiB"
+    rows["accelerator"] = accelerator()
+    rows["cache"] = f"{cache_folder()} (HEADSTART_CACHE)"
+    rows["disk free here"] = f"{shutil.disk_usage('.').free / 2**30:.1f} GiB"
+    for name, value in rows.items():
+        print(f"{name.ljust(14)}  {value}")
+
+
+def cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() or "unknown"
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown")
+
+
+def memory_bytes() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def accelerator() -> str:
+    import torch
+
+    if not torch.accelerator.is_available():
+        return "none"
+    device = torch.accelerator.current_accelerator()
+    name = torch.cuda.get_device_name() if device is not None and device.type == "cuda" else str(device)
+    return f"{torch.accelerator.device_count()} x {name}"
