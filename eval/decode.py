@@ -1,0 +1,290 @@
+"""The reference decoder: speculative decoding of a batch of requests, greedy, with chain drafts.
+
+Plain decoding is this very code at draft length 0: same forward, cache, dtype and loop, so a speed-up against it is a
+speed-up. One step of a request, with `position` that of its last emitted token x_{t+1}:
+
+    propose   d_1 .. d_k after x_{t+1}                       (the drafter; k is capped by what is left)
+    forward   x_{t+1}, d_1 .. d_k at position .. position + k  (one pass of the target)
+    verify    keep the drafts the target agrees with, and add its own next token from the same pass
+    roll back nothing: the next step writes over the rejected positions
+
+Rows accept different numbers of drafts and stop at different times; a finished row leaves the batch.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from headstart.eval.acceptance import PromptCounts
+from headstart.eval.drafters import Drafter, Proposal, Session, padded
+from headstart.heads.cache import LENGTH_STEP, PositionCache
+from headstart.heads.errors import WrongInput
+from headstart.heads.target import States, Target
+
+
+class Step(NamedTuple):
+    """One target step of a reply, counted by rule `reply`; `whole_` counts the block as the target judged it."""
+
+    accepted: int  # drafts that became tokens of the reply
+    judged: int  # drafts that were compared with a token of the reply
+    short: bool  # the reply's last token was an accepted draft: no corrected or bonus token
+    whole_accepted: int
+    whole_drafted: int
+
+
+@dataclass
+class Reply:
+    """What one request got. Seconds are wall-clock, and those of the whole batch where rows ran together."""
+
+    token_ids: list[int] = field(default_factory=list)
+    finish_reason: str = ""  # stop | length
+    steps: list[Step] = field(default_factory=list)
+    first_token_s: float = 0.0  # prefill, the drafter's reading of the prompt not included
+    total_s: float = 0.0
+    draft_s: list[float] = field(default_factory=list)  # per step: proposing, and taking the result
+    verify_s: list[float] = field(default_factory=list)  # per step: forward and verification
+
+
+# Turns target logits [B, T, V] and a proposal into each row's emitted block: accepted drafts and one token more.
+VerifyRule = Callable[[Tensor, Proposal], list[list[int]]]
+
+
+def verify_greedy(logits_BTV: Tensor, proposal: Proposal) -> list[list[int]]:
+    """Keep drafts while they are what the target would have said; then the target's own token, from the same pass.
+
+    Row b's logits at i follow its i-th fed token, so they judge draft i and, behind the last accepted draft, give the
+    corrected token (a draft was refused) or the bonus token (none was). The emitted block is a prefix of what plain
+    greedy decoding says, whatever was drafted.
+    """
+    width = logits_BTV.shape[1]
+    both = torch.cat((logits_BTV.argmax(-1), proposal.tokens_BK[:, : width - 1]), dim=1).tolist()
+    blocks = []
+    for row, length in zip(both, proposal.length_B, strict=True):
+        choice, drafts = row[:width], row[width : width + length]
+        accepted = 0
+        while accepted < length and drafts[accepted] == choice[accepted]:
+            accepted += 1
+        blocks.append(choice[: accepted + 1])
+    return blocks
+
+
+def add_block(reply: Reply, block: list[int], drafted: int, limit: int, stop_ids: set[int]) -> None:
+    """Append a block up to the first stop token or the limit, and count the step."""
+    accepted = len(block) - 1
+    emitted = 0
+    for token in block:
+        reply.token_ids.append(token)
+        emitted += 1
+        if token in stop_ids:
+            reply.finish_reason = "stop"
+        elif len(reply.token_ids) == limit:
+            reply.finish_reason = "length"
+        if reply.finish_reason:
+            break
+    short = emitted <= accepted
+    kept = emitted if short else accepted
+    judged = kept if short else min(drafted, accepted + 1)
+    reply.steps.append(Step(kept, judged, short, accepted, drafted))
+
+
+class Clock:
+    """Wall-clock laps that wait for the device, so that asynchronous work is charged to the phase that caused it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device if device.type != "cpu" else None
+        self._last = self.now()
+
+    def now(self) -> float:
+        if self._device is not None:
+            torch.accelerator.synchronize(self._device)
+        return time.perf_counter()
+
+    def lap(self) -> float:
+        last, self._last = self._last, self.now()
+        return self._last - last
+
+
+@torch.inference_mode()
+def decode(
+    target: Target,
+    prompts: Sequence[Sequence[int]],
+    drafter: Drafter | None,
+    draft_length: int,
+    max_new_tokens: int,
+    stop_ids: Sequence[int] | None = None,
+    batch: int = 1,
+    whole_blocks: bool = False,
+    verify: VerifyRule = verify_greedy,
+    progress: Callable[[int, int], None] | None = None,
+) -> list[Reply]:
+    """Decode prompts (token ids), `batch` at a time; no drafter or draft length 0 is plain decoding.
+
+    Args:
+        stop_ids: tokens that end a reply; default: the target's.
+        whole_blocks: draft past the token limit as engines do, for counting by their rule; replies are the same.
+        progress: called with (finished, all) requests after every batch.
+
+    Raises:
+        WrongInput: an empty prompt, or one that leaves no room in the target's context.
+    """
+    context = target.facts.max_position
+    for prompt in prompts:
+        if not 0 < len(prompt) < context:
+            raise WrongInput(
+                f"found a prompt of {len(prompt)} tokens, expected 1 to {context - 1}: {target.facts.name!r} has a "
+                f"context of {context}.\nShorten the prompt, or choose a target with a longer context."
+            )
+    stops = set(target.facts.stop_ids if stop_ids is None else stop_ids)
+    order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]), reverse=True)
+    replies: list[Reply | None] = [None] * len(prompts)
+    for begin in range(0, len(order), batch):
+        group = order[begin : begin + batch]
+        decoded = decode_batch(
+            target,
+            [list(prompts[i]) for i in group],
+            drafter,
+            draft_length,
+            max_new_tokens,
+            stops,
+            whole_blocks,
+            verify,
+        )
+        for i, reply in zip(group, decoded, strict=True):
+            replies[i] = reply
+        if progress is not None:
+            progress(begin + len(group), len(order))
+    return [reply for reply in replies if reply is not None]
+
+
+def decode_batch(
+    target: Target,
+    prompts: list[list[int]],
+    drafter: Drafter | None,
+    draft_length: int,
+    max_new_tokens: int,
+    stop_ids: set[int],
+    whole_blocks: bool,
+    verify: VerifyRule,
+) -> list[Reply]:
+    """Decode requests that run together from prefill to the end of the longest reply."""
+    clock = Clock(target.device)
+    began = clock.now()
+    context = target.facts.max_position
+    limits = [min(max_new_tokens, context - len(prompt)) for prompt in prompts]
+    room = max(len(prompt) for prompt in prompts) + max_new_tokens + draft_length + 1
+    cache = target.new_cache(len(prompts), min(room, context + draft_length))
+    replies = [Reply() for _ in prompts]
+    states, first_tokens = prefill(target, prompts, cache)
+    for reply, token, limit in zip(replies, first_tokens, limits, strict=True):
+        reply.token_ids.append(token)
+        reply.finish_reason = "stop" if token in stop_ids else "length" if limit == 1 else ""
+        reply.first_token_s = reply.total_s = clock.now() - began
+    session = drafter.start(prompts, first_tokens, states, room) if drafter and draft_length else None
+    active = list(range(len(prompts)))  # request of each batch row
+    while active := leave_finished(active, replies, prompts, cache, session):
+        clock.lap()
+        position = [len(prompts[i]) + len(replies[i].token_ids) - 1 for i in active]
+        caps = [
+            draft_cap(
+                p, draft_length, None if whole_blocks else limits[i] - len(replies[i].token_ids), context, drafter
+            )
+            for p, i in zip(position, active, strict=True)
+        ]
+        if session is not None and max(caps) > 0:
+            proposal = session.propose(caps)
+        else:
+            proposal = Proposal(torch.zeros(len(active), 0, dtype=torch.int64, device=target.device), [0] * len(active))
+        draft_s = clock.lap()
+        last = torch.tensor([[replies[i].token_ids[-1]] for i in active], device=target.device)
+        states = target.forward(
+            torch.cat((last, proposal.tokens_BK), dim=1),
+            torch.tensor(position, device=target.device),
+            cache,
+            torch.tensor([length + 1 for length in proposal.length_B], device=target.device),
+        )
+        blocks = verify(target.logits(states.final), proposal)
+        verify_s = clock.lap()
+        for row, i in enumerate(active):
+            add_block(replies[i], blocks[row], proposal.length_B[row], limits[i], stop_ids)
+        if session is not None:
+            session.accept(states, blocks)
+            draft_s += clock.lap()
+        for i in active:
+            replies[i].draft_s.append(draft_s)
+            replies[i].verify_s.append(verify_s)
+            replies[i].total_s = clock.now() - began
+    return replies
+
+
+def prefill(target: Target, prompts: list[list[int]], cache: PositionCache) -> tuple[States, list[int]]:
+    """Read the prompts in one pass: their states, and the first token of each reply."""
+    tokens_BT = padded(prompts, target.device, multiple=LENGTH_STEP)
+    length_B = torch.tensor([len(prompt) for prompt in prompts], device=target.device)
+    states = target.forward(tokens_BT, torch.zeros_like(length_B), cache, length_B)
+    last_BH = states.final[torch.arange(len(prompts), device=target.device), length_B - 1]
+    return states, target.logits(last_BH).argmax(-1).tolist()
+
+
+def draft_cap(position: int, draft_length: int, remaining: int | None, context: int, drafter: Drafter | None) -> int:
+    """How many tokens may be drafted after `position`: within the reply, the target's context and the drafter's."""
+    cap = min(draft_length, context - 1 - position)
+    if remaining is not None:
+        cap = min(cap, remaining)
+    if drafter is not None and drafter.max_position is not None:
+        cap = min(cap, drafter.max_position - position + 1)  # the first draft is made one slot before `position`
+    return max(cap, 0)
+
+
+def leave_finished(
+    active: list[int], replies: list[Reply], prompts: list[list[int]], cache: PositionCache, session: Session | None
+) -> list[int]:
+    """Drop finished rows from cache and session; the rest move up in order."""
+    keep = [row for row, i in enumerate(active) if not replies[i].finish_reason]
+    if len(keep) == len(active) or not keep:
+        return [active[row] for row in keep]
+    for row, source in enumerate(keep):
+        if row != source:
+            i = active[source]
+            cache.move_row(source, row, len(prompts[i]) + len(replies[i].token_ids))
+    if session is not None:
+        session.select(keep)
+    return [active[row] for row in keep]
+
+
+def live_counts(
+    replies: Sequence[Reply],
+    prompt_ids: Sequence[str],
+    routes: Sequence[str],
+    draft_length: int,
+    counting: str = "reply",
+) -> list[PromptCounts]:
+    """Sums of live replies by counting rule `reply`, or `engine` (whole blocks: decode with `whole_blocks`)."""
+    counts = []
+    for reply, prompt_id, route in zip(replies, prompt_ids, routes, strict=True):
+        whole = counting == "engine"
+        accepted = np.array([s.whole_accepted if whole else s.accepted for s in reply.steps], dtype=np.int64)
+        judged = np.array([s.whole_drafted if whole else s.judged for s in reply.steps], dtype=np.int64)
+        depth_K = np.arange(draft_length)
+        accepted_K = (accepted[:, None] > depth_K).sum(0).astype(float)
+        judged_K = (judged[:, None] > depth_K).sum(0).astype(float)
+        num_short = 0 if whole else sum(step.short for step in reply.steps)
+        if whole:  # an engine reports accepted at k / number of drafts; conditionals are ratios of those
+            judged_K = np.append(float(len(reply.steps)), accepted_K[:-1])[:draft_length]
+        counts.append(
+            PromptCounts(
+                prompt_id=prompt_id,
+                route=route,
+                num_tokens=float(len(reply.steps) + accepted.sum() - num_short),
+                num_steps=float(len(reply.steps)),
+                num_short_steps=float(num_short),
+                accepted_K=accepted_K,
+                judged_K=judged_K,
+                histogram=np.bincount(accepted, minlength=draft_length + 1).astype(float),
+            )
+        )
+    return counts
