@@ -268,13 +268,14 @@ def live_counts(
     for reply, prompt_id, route in zip(replies, prompt_ids, routes, strict=True):
         whole = counting == "engine"
         accepted = np.array([s.whole_accepted if whole else s.accepted for s in reply.steps], dtype=np.int64)
-        judged = np.array([s.whole_drafted if whole else s.judged for s in reply.steps], dtype=np.int64)
         depth_K = np.arange(draft_length)
         accepted_K = (accepted[:, None] > depth_K).sum(0).astype(float)
-        judged_K = (judged[:, None] > depth_K).sum(0).astype(float)
-        num_short = 0 if whole else sum(step.short for step in reply.steps)
         if whole:  # an engine reports accepted at k / number of drafts; conditionals are ratios of those
             judged_K = np.append(float(len(reply.steps)), accepted_K[:-1])[:draft_length]
+        else:
+            judged = np.array([s.judged for s in reply.steps], dtype=np.int64)
+            judged_K = (judged[:, None] > depth_K).sum(0).astype(float)
+        num_short = 0 if whole else sum(step.short for step in reply.steps)
         counts.append(
             PromptCounts(
                 prompt_id=prompt_id,

@@ -1,0 +1,246 @@
+"""Laws of the reference decoder, on the tiny target: what is emitted, what is counted, and offline equal to live."""
+
+import numpy as np
+import pytest
+import torch
+
+from headstart.eval.acceptance import acceptance_row, count_replies, reply_acceptance
+from headstart.eval.decode import decode, live_counts
+from headstart.eval.drafters import HeadDrafter, NgramDrafter, ScriptedDrafter, ngram_acceptance
+from headstart.heads.batch import pack, supervised_pairs
+from headstart.heads.checkpoint import build_head
+from headstart.heads.contract import Draft, Head, Rollout, greedy
+from headstart.heads.errors import WrongInput
+from headstart.heads.paths import Path
+from headstart.heads.settings import Eagle3Settings
+
+NO_STOP: list[int] = []
+
+
+class CopyState:
+    def __init__(self, texts):
+        self.texts = texts
+
+    def select(self, rows):
+        return CopyState([self.texts[row] for row in rows.tolist()])
+
+
+class CopyHead(Head):
+    """A head that copies the target: its draft is the target's own next token, at every depth."""
+
+    kind = "copy"
+
+    def __init__(self, target, first_token):
+        super().__init__()
+        self.target, self.first_token = target, first_token
+        self.facts, self.taps = target.facts, target.taps
+        self.anchor = torch.nn.Parameter(torch.zeros(1))
+        self.register_buffer("draft_ids_V", torch.arange(target.facts.vocab_size))
+
+    def rollout(self, batch, depth):
+        start_S, valid_SD = supervised_pairs(batch, depth)
+        last = len(batch.final_TH) - 1
+        slot_SD = (start_S[:, None] + 1 + torch.arange(depth)).clamp(max=last)
+        return Rollout(batch.final_TH[slot_SD], start_S, valid_SD)
+
+    def logits(self, state):
+        return self.target.logits(state)
+
+    def output_weight(self):
+        return self.target.output_weight()
+
+    def start(self, features_BTF, next_tokens_BT, lengths_B, max_length):
+        rows = zip(next_tokens_BT.tolist(), lengths_B.tolist(), strict=True)
+        return CopyState([[self.first_token, *row[:length]] for row, length in rows])
+
+    def draft(self, state, depth, sampler=greedy):
+        tokens, logits = [], []
+        for text in state.texts:
+            text = list(text)
+            for _ in range(depth):
+                final = self.target.read([np.array([*text, 0])])[0].final[-1]
+                logits.append(self.target.logits(final))
+                text.append(int(sampler(logits[-1][None])))
+            tokens.append(text[-depth:])
+        return Draft(torch.tensor(tokens), torch.stack(logits).unflatten(0, (len(tokens), depth)))
+
+    def accept(self, state, features_BTF, next_tokens_BT, num_accepted_B):
+        for text, row, accepted in zip(state.texts, next_tokens_BT.tolist(), num_accepted_B.tolist(), strict=True):
+            text.extend(row[: accepted + 1])
+
+    def load_target(self, target, initialise):
+        pass
+
+
+def make_prompts(target, lengths, seed=0):
+    generator = np.random.default_rng(seed)
+    return [[1, *generator.integers(5, target.facts.num_tokens, size=n - 1).tolist()] for n in lengths]
+
+
+def make_path(prompt, reply, name="p"):
+    return Path(
+        prompt_id=name,
+        route="chat",
+        split="heldout",
+        token_N=np.array([*prompt, *reply], dtype=np.int32),
+        generated_N=np.array([False] * len(prompt) + [True] * len(reply)),
+        logprob_N=np.array([np.nan] * len(prompt) + [-1.0] * len(reply), dtype=np.float32),
+        finish_reason="length",
+        sampling={"temperature": 0.0},
+    )
+
+
+def untrained_head(target, seed=0):
+    torch.manual_seed(seed)
+    ids = torch.arange(0, target.facts.num_tokens, 2)
+    head = build_head(Eagle3Settings(), target.facts, ids)
+    head.load_target(target, initialise=True)
+    return head.eval()
+
+
+def continuations(target, prompts, num_tokens):
+    replies = decode(target, prompts, None, 0, num_tokens, stop_ids=NO_STOP)
+    return {tuple(p): r.token_ids for p, r in zip(prompts, replies, strict=True)}
+
+
+def offline_counts(head, target, paths, draft_length):
+    states = target.read([path.token_N for path in paths])
+    batch = pack([(path, s.taps, s.final) for path, s in zip(paths, states, strict=True)])
+    return count_replies(reply_acceptance(head, [batch], draft_length), draft_length)
+
+
+@pytest.mark.parametrize("kind", ["untrained", "copying"])
+@pytest.mark.parametrize("draft_length", [1, 3, 4])
+def test_offline_equals_live_step_for_step(tiny_target, kind, draft_length):
+    prompts = make_prompts(tiny_target, [7, 12, 20, 33])
+    head = untrained_head(tiny_target) if kind == "untrained" else CopyHead(tiny_target, 1)
+    plain = decode(tiny_target, prompts, None, 0, 24)
+    live = decode(tiny_target, prompts, HeadDrafter(head), draft_length, 24, batch=3)
+    assert [r.token_ids for r in live] == [r.token_ids for r in plain]
+
+    names = [f"p{i}" for i in range(len(prompts))]
+    paths = [make_path(p, r.token_ids, name) for p, r, name in zip(prompts, plain, names, strict=True)]
+    for offline, counted in zip(
+        offline_counts(head, tiny_target, paths, draft_length),
+        live_counts(live, names, ["chat"] * 4, draft_length),
+        strict=True,
+    ):
+        assert offline.num_steps == counted.num_steps
+        assert offline.num_short_steps == counted.num_short_steps
+        assert np.array_equal(offline.histogram, counted.histogram)
+        assert np.array_equal(offline.judged_K, counted.judged_K)
+        assert np.array_equal(offline.accepted_K, counted.accepted_K)
+
+
+def test_a_head_that_copies_the_target_gives_draft_length_plus_one(tiny_target):
+    prompts = make_prompts(tiny_target, [9, 14])
+    live = decode(tiny_target, prompts, HeadDrafter(CopyHead(tiny_target, 1)), 3, 1 + 8 * 4, stop_ids=NO_STOP)
+    row = acceptance_row(live_counts(live, "ab", "ab", 3), source="live", drafter="copy", draft_length=3)
+    assert row["accept_len"] == {"value": 4.0, "low": 4.0, "high": 4.0}
+    assert row["num_short_steps"] == 0
+
+
+@pytest.mark.parametrize(("num_right", "draft_length"), [(0, 3), (1, 4), (2, 2), (2, 5)])
+def test_scripted_proposer_gives_its_known_number(tiny_target, num_right, draft_length):
+    prompts = make_prompts(tiny_target, [6, 11, 17])
+    per_step = min(num_right, draft_length) + 1
+    script = ScriptedDrafter(continuations(tiny_target, prompts, 1 + 12 * per_step + draft_length), num_right)
+    live = decode(tiny_target, prompts, script, draft_length, 1 + 12 * per_step, stop_ids=NO_STOP, batch=2)
+    for counts in live_counts(live, "abc", "abc", draft_length):
+        assert counts.num_steps == 12
+        assert counts.num_tokens / counts.num_steps == per_step
+        assert counts.histogram[per_step - 1] == 12
+    assert [r.token_ids for r in live] == [script.continuations[tuple(p)][: 1 + 12 * per_step] for p in prompts]
+
+
+def test_ngram_lookup_offline_equals_live(tiny_target):
+    prompts = [p + p[2:] for p in make_prompts(tiny_target, [8, 15, 30])]
+    plain = decode(tiny_target, prompts, None, 0, 40, stop_ids=NO_STOP)
+    live = decode(tiny_target, prompts, NgramDrafter(), 4, 40, stop_ids=NO_STOP, batch=3)
+    assert [r.token_ids for r in live] == [r.token_ids for r in plain]
+    paths = [make_path(p, r.token_ids, name) for p, r, name in zip(prompts, plain, "abc", strict=True)]
+    offline = count_replies(ngram_acceptance(paths, 4), 4)
+    for one, counted in zip(offline, live_counts(live, "abc", "abc", 4), strict=True):
+        assert np.array_equal(one.histogram, counted.histogram)
+        assert np.array_equal(one.judged_K, counted.judged_K)
+        assert one.num_short_steps == counted.num_short_steps
+
+
+def test_batch_of_unequal_prompts_equals_single_runs(tiny_target):
+    prompts = make_prompts(tiny_target, [5, 40, 18])
+    script = ScriptedDrafter(continuations(tiny_target, prompts, 40), 2)
+    stop = script.continuations[tuple(prompts[1])][9]  # one row finishes early
+    together = decode(tiny_target, prompts, script, 3, 30, stop_ids=[stop], batch=3)
+    alone = [decode(tiny_target, [prompt], script, 3, 30, stop_ids=[stop])[0] for prompt in prompts]
+    assert [r.token_ids for r in together] == [r.token_ids for r in alone]
+    assert [r.steps for r in together] == [r.steps for r in alone]
+    assert len({len(r.token_ids) for r in together}) > 1
+
+
+@pytest.mark.parametrize("position", [1, 2, 3, 4, 5])
+def test_stop_token_anywhere_in_a_block_ends_the_reply(tiny_target, position):
+    prompts = make_prompts(tiny_target, [10], seed=3)
+    text = continuations(tiny_target, prompts, 40)
+    reply = text[tuple(prompts[0])]
+    stop = reply[position]
+    expected = reply[: reply.index(stop) + 1]
+    got = decode(tiny_target, prompts, ScriptedDrafter(text, 9), 4, 30, stop_ids=[stop])[0]
+    assert got.token_ids == expected
+    assert got.finish_reason == "stop"
+    counts = live_counts([got], "a", "a", 4)[0]
+    assert counts.num_tokens == len(expected) - 1
+    assert counts.num_short_steps == (1 if (len(expected) - 1) % 5 else 0)
+
+
+@pytest.mark.parametrize("max_new_tokens", [1, 2, 5])
+def test_token_limit_below_the_draft_length_caps_the_draft(tiny_target, max_new_tokens):
+    prompts = make_prompts(tiny_target, [10, 13])
+    text = continuations(tiny_target, prompts, 20)
+    drafters = [ScriptedDrafter(text, 9), ScriptedDrafter(text, 1), HeadDrafter(untrained_head(tiny_target)), None]
+    for drafter in drafters:
+        for whole in (False, True):
+            got = decode(tiny_target, prompts, drafter, 8, max_new_tokens, NO_STOP, batch=2, whole_blocks=whole)
+            for prompt, reply in zip(prompts, got, strict=True):
+                assert reply.token_ids == text[tuple(prompt)][:max_new_tokens]
+                assert reply.finish_reason == "length"
+                if not whole:
+                    assert all(step.whole_drafted <= max_new_tokens - 1 for step in reply.steps)
+
+
+@pytest.mark.parametrize("left", [1, 2, 5])
+def test_prompt_near_the_context_limit(tiny_target, left):
+    prompts = make_prompts(tiny_target, [tiny_target.facts.max_position - left, 9])
+    plain = decode(tiny_target, prompts, None, 0, 20, NO_STOP)
+    text = {tuple(p): r.token_ids for p, r in zip(prompts, plain, strict=True)}
+    assert [len(r.token_ids) for r in plain] == [left, 20]
+    for drafter in (ScriptedDrafter(text, 9), HeadDrafter(untrained_head(tiny_target))):
+        got = decode(tiny_target, prompts, drafter, 8, 20, NO_STOP, batch=2, whole_blocks=True)
+        assert [r.token_ids for r in got] == [r.token_ids for r in plain]
+
+
+def test_beyond_the_drafters_context_decoding_goes_on_without_drafts(tiny_target):
+    prompts = make_prompts(tiny_target, [12, 30])
+    text = continuations(tiny_target, prompts, 30)
+    got = decode(tiny_target, prompts, ScriptedDrafter(text, 9, max_position=20), 3, 20, NO_STOP, batch=2)
+    assert [r.token_ids for r in got] == [text[tuple(p)][:20] for p in prompts]
+    assert all(step.whole_drafted == 0 for step in got[1].steps)
+    assert any(step.whole_drafted for step in got[0].steps)
+    assert got[0].steps[-1].whole_drafted == 0
+
+
+def test_prompt_that_fills_the_context_is_refused(tiny_target):
+    for prompt in ([], [1] * tiny_target.facts.max_position):
+        with pytest.raises(WrongInput, match="context"):
+            decode(tiny_target, [prompt], None, 0, 4)
+
+
+def test_whole_blocks_give_the_same_reply_counts(tiny_target):
+    prompts = make_prompts(tiny_target, [8, 21])
+    drafter = HeadDrafter(untrained_head(tiny_target))
+    capped = decode(tiny_target, prompts, drafter, 4, 15, NO_STOP, batch=2)
+    whole = decode(tiny_target, prompts, drafter, 4, 15, NO_STOP, batch=2, whole_blocks=True)
+    for a, b in zip(live_counts(capped, "ab", "ab", 4), live_counts(whole, "ab", "ab", 4), strict=True):
+        assert np.array_equal(a.histogram, b.histogram)
+        assert np.array_equal(a.judged_K, b.judged_K)
+    for counts in live_counts(whole, "ab", "ab", 4, counting="engine"):
+        assert counts.judged_K[0] == counts.num_steps
