@@ -129,6 +129,15 @@ class Target:
         weight: Tensor = self.model.get_output_embeddings().weight
         return weight.detach()
 
+    def final_norm_weight(self) -> Tensor:
+        """The [H] gain of the norm before the output head."""
+        for name in ("norm", "final_layernorm", "final_layer_norm", "ln_f"):
+            norm = getattr(self._body, name, None)
+            if norm is not None:
+                weight: Tensor = norm.weight
+                return weight.detach()
+        raise WrongInput(f"{self.facts.name}: found no final norm in {type(self._body).__name__}.")
+
     def last_layer(self) -> dict[str, Tensor]:
         """Tensors of the last decoder layer, by their names inside the layer."""
         return {name: p.detach() for name, p in self._layers[-1].named_parameters()}
