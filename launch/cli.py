@@ -181,3 +181,7 @@ def env_command(options: argparse.Namespace) -> None:
     from headstart.launch.listing import show_environment
 
     show_environment()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,7 +1,5 @@
 """A recipe is checked whole: every problem at once, with place, dotted path and the nearest key."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -155,13 +153,3 @@ def test_a_missing_recipe_names_the_nearest_one(tmp_path: Path) -> None:
         find_recipe(str(tmp_path / "nothing.yaml"))
     with pytest.raises(WrongInput, match="is a folder"):
         find_recipe(str(tmp_path))
-
-
-def test_recipes_and_settings_import_no_torch() -> None:
-    code = """
-import sys
-import headstart.launch.recipe
-heavy = {"torch", "transformers", "numpy", "datasets", "wandb"} & set(sys.modules)
-assert not heavy, heavy
-"""
-    subprocess.run([sys.executable, "-c", code], check=True)

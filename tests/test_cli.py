@@ -1,0 +1,122 @@
+"""The command line: quick, torch-free help; exit codes; recipes that Python runs."""
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from headstart.heads.errors import WrongInput
+from headstart.launch import cli
+from headstart.launch.processes import find_processes
+from headstart.launch.recipe import LAST_LINE, load_recipe
+from headstart.launch.threads import choose_threads, cpu_quota, usable_cores
+
+SCRIPTS = Path(sys.executable).parent
+
+
+def call(*arguments: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run the console script in a folder and return what it printed."""
+    environment = {**os.environ, **environment}
+    command = [sys.executable, "-m", "headstart.launch.cli", *arguments]
+    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=120)
+
+
+def test_help_is_quick_shows_examples_and_needs_no_torch(tmp_path: Path) -> None:
+    code = "import sys, headstart.launch.cli as c\ntry: c.main()\nfinally: assert 'torch' not in sys.modules"
+    started = time.perf_counter()
+    done = subprocess.run([sys.executable, "-c", code, "--help"], capture_output=True, text=True, cwd=tmp_path)
+    elapsed = time.perf_counter() - started
+    assert done.returncode == 0
+    assert "examples:" in done.stdout
+    assert elapsed < 1.0
+    for command in ("check", "train", "eval", "export", "report", "ls", "cp", "env"):
+        with pytest.raises(SystemExit, match="0"):
+            cli.run([command, "--help"])
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["check", "nothing.yaml"],
+        ["check", "bad.yaml"],
+        ["train", "bad.yaml"],
+        ["eval", "no-run"],
+        ["export", "no-run", "--engine", "vllm"],
+        ["cp", "nothing", "x.yaml"],
+        ["cp", "smoke", "bad.yaml"],
+    ],
+    ids=" ".join,
+)
+def test_wrong_input_is_code_2_and_one_message(
+    arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "bad.yaml").write_text("train: {num_stepz: 1}\n")
+    assert cli.run(arguments) == 2
+    captured = capsys.readouterr()
+    assert captured.err.startswith("error: ")
+    assert "Traceback" not in captured.err
+
+
+def test_a_fault_is_code_1_with_its_traceback(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def broken() -> None:
+        raise RuntimeError("broken")
+
+    monkeypatch.setattr("headstart.launch.listing.show_environment", broken)
+    assert cli.run(["env"]) == 1
+    assert "RuntimeError: broken" in capsys.readouterr().err
+
+
+def test_a_copied_recipe_is_the_users_own_and_runs_as_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert cli.run(["cp", "smoke", "mine.yaml"]) == 0
+    assert "accelerate launch mine.yaml" in (tmp_path / "mine.yaml").read_text()
+    assert load_recipe(tmp_path / "mine.yaml").run.name == "mine"
+    (tmp_path / "plain.yaml").write_text("train: {depth: 2}\n")
+    assert cli.run(["cp", "plain.yaml", "folder/own.yaml"]) == 0
+    own = tmp_path / "folder" / "own.yaml"
+    assert own.read_text().rstrip().endswith(LAST_LINE)
+    assert load_recipe(own).train.depth == 2
+    compile(own.read_text(), "own.yaml", "exec")
+
+
+def test_listings_print_recipes_settings_and_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["ls"]) == 0
+    assert "smoke" in capsys.readouterr().out
+    assert cli.run(["ls", "settings"]) == 0
+    assert "train.num_steps" in capsys.readouterr().out
+    (tmp_path / "first").mkdir()
+    (tmp_path / "first" / "recipe.yaml").write_text("train: {depth: 2}\n")
+    assert cli.run(["ls", "runs", "--root", str(tmp_path)]) == 0
+    assert capsys.readouterr().out.split() == ["first", "started"]
+
+
+def test_threads_follow_the_cores_and_not_the_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    cores, _ = usable_cores()
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # as accelerate sets it on a machine without accelerator
+    assert choose_threads(0, 1).number == cores
+    assert choose_threads(3, 1).number == 3
+    assert choose_threads(0, 10**6).number == 1
+    assert "shared by 2 processes" in choose_threads(0, 2).reason
+
+
+def test_a_containers_cpu_quota_is_read(tmp_path: Path) -> None:
+    assert cpu_quota(tmp_path) is None
+    (tmp_path / "cpu.max").write_text("150000 100000\n")
+    assert cpu_quota(tmp_path) == 1.5
+    (tmp_path / "cpu.max").write_text("max 100000\n")
+    assert cpu_quota(tmp_path) is None
+
+
+def test_processes_other_than_those_asked_for_are_refused() -> None:
+    assert find_processes({}).world_size == 1
+    with pytest.raises(WrongInput, match="found 2 processes, expected 1"):
+        find_processes({"WORLD_SIZE": "2", "RANK": "0", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "localhost"})
+    with pytest.raises(WrongInput, match="asked for several processes and started one"):
+        find_processes({"MASTER_ADDR": "127.0.0.1", "ACCELERATE_MIXED_PRECISION": "no"})
+    assert find_processes({"MASTER_ADDR": "127.0.0.1"}).world_size == 1
