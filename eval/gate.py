@@ -1,0 +1,86 @@
+"""The gate before every export: acceptance and losslessness of this very checkpoint were measured, and passed."""
+
+from pathlib import Path
+from typing import Any
+
+from headstart.eval.settings import EvalSettings
+from headstart.heads.errors import GateFailed, WrongInput
+from headstart.heads.store import read_json
+
+NAMES = ("acceptance", "lossless", "speed")
+
+
+def read_evals(folder: Path) -> dict[str, Any]:
+    """The eval files of a run, by name; None where one was not written."""
+    files = {name: folder / f"{name}.json" for name in NAMES}
+    return {name: read_json(file) if file.exists() else None for name, file in files.items()}
+
+
+def unmeasured(evals: dict[str, Any], sha256: str, settings: EvalSettings) -> list[str]:
+    """What was never measured on the checkpoint with this weights hash."""
+    needed = ["acceptance", "lossless"] + (["speed"] if settings.min_speedup > 0 else [])
+    problems = []
+    for name in needed:
+        found = evals[name]
+        if found is None:
+            problems.append(f"eval/{name}.json is missing")
+        elif found["checkpoint"]["sha256"] != sha256:
+            measured = f"step {found['checkpoint'].get('step')} ({str(found['checkpoint']['sha256'])[:12]})"
+            problems.append(f"eval/{name}.json measured another checkpoint: {measured}, not {sha256[:12]}")
+    return problems
+
+
+def failures(evals: dict[str, Any], settings: EvalSettings) -> list[str]:
+    """What was measured and does not pass."""
+    problems = []
+    if (acceptance := evals["acceptance"]) is not None:
+        rows = [row for row in acceptance["rows"] if is_main_row(row, acceptance["checkpoint"]["kind"], settings)]
+        if not rows:
+            problems.append(f"eval/acceptance.json has no row of the head at draft length {settings.draft_length}")
+        for row in rows:
+            accept_len = row["accept_len"]
+            if accept_len["value"] is None or accept_len["high"] < settings.min_accept_len:
+                problems.append(
+                    f"accept_len {accept_len['value']} ({row['source']}, at most {accept_len['high']}) is below "
+                    f"eval.min_accept_len = {settings.min_accept_len}"
+                )
+    if (lossless := evals["lossless"]) is not None and lossless["verdict"] != "lossless":
+        failed = [check["name"] for check in lossless["checks"] if check["verdict"] != "pass"]
+        problems.append(f"losslessness is {lossless['verdict']!r} (checks that did not pass: {failed})")
+    if (speed := evals["speed"]) is not None and settings.min_speedup > 0:
+        kind = speed["checkpoint"]["kind"]
+        values = [row["speedup"]["value"] for row in speed["rows"] if row["drafter"] == kind and row["speedup"]]
+        best = max((value for value in values if value is not None), default=None)
+        if best is None or best < settings.min_speedup:
+            problems.append(f"best speedup {best} is below eval.min_speedup = {settings.min_speedup}")
+    return problems
+
+
+def is_main_row(row: dict[str, Any], kind: str, settings: EvalSettings) -> bool:
+    """Whether a row is the head's own figure over all held-out prompts at the reported draft length."""
+    return (
+        row["drafter"] == kind
+        and row["counting"] == "reply"
+        and (row["route"], row["context"], row["draft_length"]) == ("all", "all", settings.draft_length)
+    )
+
+
+def require_gate(run: Path, sha256: str, settings: EvalSettings) -> None:
+    """Let a checkpoint pass, or say what to run.
+
+    Raises:
+        WrongInput: acceptance or losslessness of this checkpoint was not measured.
+        GateFailed: they were, and a value does not pass.
+    """
+    evals = read_evals(run / "eval")
+    if problems := unmeasured(evals, sha256, settings):
+        raise WrongInput(_message(run, problems, "Measure it: headstart eval " + str(run)))
+    if problems := failures(evals, settings):
+        raise GateFailed(
+            _message(run, problems, "Train longer or change the head, then run headstart eval " + str(run))
+        )
+
+
+def _message(run: Path, problems: list[str], advice: str) -> str:
+    listed = "\n".join(f"  - {problem}" for problem in problems)
+    return f"{run}: this head may not be exported yet:\n{listed}\n{advice}\nTo export it as it is: --untested"

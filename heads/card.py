@@ -1,0 +1,205 @@
+"""The README.md of an exported folder: what the head is, what it measured, and the commands that serve it.
+
+Everything on the card comes from two records, `headstart.json` in the folder and the run's eval files, so the card can be
+written again after an engine has loaded the folder.
+"""
+
+from pathlib import Path
+from typing import Any
+
+from headstart.heads.store import atomic_path, read_json
+
+CARD, RECORD = "README.md", "headstart.json"
+RECORD_SCHEMA = "headstart.export/1"
+UNTESTED = "**UNTESTED.** Exported with `--untested`: the gate was not asked whether this head may be served."
+
+DEFINITIONS = """\
+| word | meaning |
+| --- | --- |
+| accept_len | emitted tokens / target steps, corrected and bonus tokens included, all prompts together |
+| prefill | gives a reply's first token, which counts neither as a step nor as a token |
+| conditional a_j | share of drafts at depth j (0 is the first) that were accepted, given that all before it were |
+| survival s_j | a_0 x .. x a_j; engines report it as accepted at position j / drafts |
+| counting `reply` | tokens after a stop or limit do not count, and a draft beyond the reply's end is not judged |
+| counting `engine` | the last block counts whole, as engines count it |
+| lossless | greedy replies with the head are the target's own, token for token; sampled ones follow its distribution |
+| speedup | tokens/s with the head / tokens/s of plain decoding in the same program, dtype and cache |
+| [low, high] | 95 % bootstrap interval over prompts |
+"""
+
+
+def write_card(folder: Path, evals: dict[str, Any]) -> None:
+    """Write README.md from the folder's record and the eval files {"acceptance", "lossless", "speed"} (None: absent)."""
+    with atomic_path(folder / CARD) as temporary:
+        temporary.write_text(card_text(read_json(folder / RECORD), evals), encoding="utf-8")
+
+
+def card_text(record: dict[str, Any], evals: dict[str, Any]) -> str:
+    """The card as Markdown; an untested export says so in its first line."""
+    title = f"# {record['kind'].upper()} draft head for {record['target']['name']}, for {record['engine']}"
+    parts = [title, _verdicts(record, evals), _acceptance(record, evals), _speed(record, evals), _serving(record)]
+    parts += ["## Definitions\n\n" + DEFINITIONS.strip(), _contents(record), _provenance(record)]
+    if record["untested"]:
+        parts.insert(0, "\n".join([UNTESTED, "", *(f"- {reason}" for reason in record["gate"] or ["it would pass"])]))
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def interval_text(value: dict[str, float] | None, digits: int = 2) -> str:
+    if value is None or value.get("value") is None:
+        return "-"
+    ends = [value.get("low"), value.get("high")]
+    shown = f"{value['value']:.{digits}f}"
+    return shown if None in ends else f"{shown} [{ends[0]:.{digits}f}, {ends[1]:.{digits}f}]"
+
+
+def _verdicts(record: dict[str, Any], evals: dict[str, Any]) -> str:
+    lossless = evals.get("lossless")
+    lines = [f"- lossless: {lossless['verdict'] if lossless else 'not measured'}"]
+    main = _main_row(record, evals)
+    if main is None:
+        lines.append("- accept_len: not measured")
+    else:
+        lines.append(
+            f"- accept_len: {interval_text(main['accept_len'])} at draft length {main['draft_length']}, "
+            f"{main['num_prompts']} held-out prompts ({main['source']}, temperature {main['temperature']:g})"
+        )
+    rows = [row for row in (evals.get("speed") or {}).get("rows", []) if row["drafter"] == record["kind"]]
+    best = max((row for row in rows if row.get("speedup")), key=lambda row: row["speedup"]["value"], default=None)
+    if best is None:
+        lines.append("- speedup: not measured")
+    else:
+        lines.append(
+            f"- best speedup: {interval_text(best['speedup'])} ({best['engine']}, {best['dtype']}, concurrency "
+            f"{best['concurrency']}, draft length {best['draft_length']})"
+        )
+    loaded = [f"{entry['engine']} {entry['version']}" for entry in record["loaded_in"]]
+    lines.append(f"- loaded and compared in: {', '.join(loaded) or 'no engine yet (`make engines`)'}")
+    return "\n".join(lines)
+
+
+def _main_row(record: dict[str, Any], evals: dict[str, Any]) -> dict[str, Any] | None:
+    rows = [row for row in _rows(record, evals) if row["counting"] == "reply" and row["route"] == "all"]
+    wanted = [row for row in rows if row["draft_length"] == record["draft_length"]]
+    candidates: list[dict[str, Any]] = wanted or rows
+    return candidates[0] if candidates else None
+
+
+def _rows(record: dict[str, Any], evals: dict[str, Any]) -> list[dict[str, Any]]:
+    """Acceptance rows of this head, over all context lengths."""
+    found: list[dict[str, Any]] = (evals.get("acceptance") or {}).get("rows", [])
+    return [row for row in found if row["drafter"] == record["kind"] and row["context"] == "all"]
+
+
+def _acceptance(record: dict[str, Any], evals: dict[str, Any]) -> str:
+    rows = [r for r in _rows(record, evals) if r["route"] == "all" or r["draft_length"] == record["draft_length"]]
+    if not rows:
+        return "## Acceptance\n\nNot measured."
+    lines = [
+        "## Acceptance",
+        "",
+        "| source | route | temperature | draft | draft length | counting | accept_len | survival s_0, s_1, .. | prompts |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for row in rows:
+        survival = ", ".join(interval_text({"value": s["value"]}, 3) for s in row["survival"])
+        lines.append(
+            f"| {row['source']} | {row['route']} | {row['temperature']:g} | {row['draft']} | {row['draft_length']} "
+            f"| {row['counting']} | {interval_text(row['accept_len'])} | {survival} | {row['num_prompts']} |"
+        )
+    return "\n".join(lines)
+
+
+def _speed(record: dict[str, Any], evals: dict[str, Any]) -> str:
+    speed = evals.get("speed")
+    if not speed or not speed["rows"]:
+        return "## Speed\n\nNot measured."
+    lines = [
+        "## Speed",
+        "",
+        "| engine | drafter | dtype | concurrency | draft length | plain tokens/s | tokens/s | speedup |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for row in speed["rows"]:
+        if row["route"] == "all":
+            figures = [f"{row[k]:.1f}" if row[k] is not None else "-" for k in ("plain_tokens_per_s", "tokens_per_s")]
+            lines.append(
+                f"| {row['engine']} | {row['drafter']} | {row['dtype']} | {row['concurrency']} | {row['draft_length']} "
+                f"| {' | '.join(figures)} | {interval_text(row['speedup'])} |"
+            )
+    hardware = speed["hardware"]
+    lines += ["", f"Measured on {hardware.get('gpu') or hardware['cpu']}, {hardware['cores']} cores."]
+    return "\n".join(lines)
+
+
+def _serving(record: dict[str, Any]) -> str:
+    lines = ["## Serve it", "", f"```\nTARGET={record['target']['folder']}\nHEAD=/path/to/this/folder\n```"]
+    draft_length = record["draft_length"]
+    for engine in record["readable_by"]:
+        how, command = SERVE[engine]
+        lines += ["", how, "", "```", command.format(k=draft_length, verify=draft_length + 1), "```"]
+    if others := [name for name in SERVE if name not in record["readable_by"]]:
+        lines += ["", f"Not for {', '.join(others)}: `headstart export --engine` writes their folder, or says why not."]
+    return "\n".join(lines)
+
+
+SERVE = {
+    "vllm": (
+        "vLLM (always name the method: left out, it is guessed from the path). The CPU build starts with "
+        "`python -m vllm.entrypoints.openai.api_server --model` in place of `vllm serve`.",
+        'vllm serve "$TARGET" --speculative-config '
+        '\'{{"method":"eagle3","model":"\'"$HEAD"\'","num_speculative_tokens":{k}}}\'',
+    ),
+    "sglang": (
+        "SGLang:",
+        'python -m sglang.launch_server --model-path "$TARGET" --speculative-algorithm EAGLE3 \\\n'
+        '  --speculative-draft-model-path "$HEAD" --speculative-num-steps {k} --speculative-eagle-topk 1 \\\n'
+        "  --speculative-num-draft-tokens {verify}",
+    ),
+    "llamacpp": (
+        "llama.cpp (`convert_hf_to_gguf.py` is in its source tree):",
+        'python convert_hf_to_gguf.py "$TARGET" --outfile target.gguf\n'
+        'python convert_hf_to_gguf.py "$HEAD" --target-model-dir "$TARGET" --outfile head.gguf\n'
+        "llama-server -m target.gguf -md head.gguf --spec-type draft-eagle3 --spec-draft-n-max {k} --spec-draft-p-min 0",
+    ),
+}
+
+
+def _contents(record: dict[str, Any]) -> str:
+    tensors = record["tensors"]
+    maps = [name for name in ("d2t", "t2d") if name in tensors]
+    trained = sum(_size(shape) for name, shape in tensors.items() if name not in maps)
+    lines = [
+        "## What is in the folder",
+        "",
+        f"- trained ({trained / 1e6:.1f} M parameters, {record['dtype']}): {', '.join(sorted(tensors.keys() - set(maps)))}",
+        "- shared with the target at load time: its token embedding. The target itself is untouched",
+        f"- taps: {record['taps']}; {record['tap_convention']}",
+        "- alignment: slot t reads the target's features of token t and the embedding of token t + 1, and predicts t + 2",
+    ]
+    if maps:
+        lines.append(
+            f"- draft vocabulary: {tensors['d2t'][0]} of {tensors['t2d'][0]} tokens; target id = i + d2t[i], and t2d marks "
+            "the tokens that can be drafted. Replies can hold every token: the rest is simply never drafted"
+        )
+    return "\n".join(lines)
+
+
+def _size(shape: list[int]) -> int:
+    product = 1
+    for length in shape:
+        product *= length
+    return product
+
+
+def _provenance(record: dict[str, Any]) -> str:
+    checkpoint, target = record["checkpoint"], record["target"]
+    lines = ["## Provenance", "", f"- checkpoint: step {checkpoint['step']}, sha256 {checkpoint['sha256']}"]
+    lines += [f"- target {name}: {value}" for name, value in target["fingerprint"].items()]
+    lines += [f"- {name}: {value}" for name, value in record["made_by"]["versions"].items()]
+    for entry in record["loaded_in"]:
+        survival = ", ".join(f"{value:.3f}" for value in entry["survival"])
+        lines.append(
+            f"- {entry['engine']} {entry['version']}: survival {survival} over {entry['num_drafts']} drafts "
+            f"({entry['num_prompts']} prompts), verdict {entry['verdict']}"
+        )
+    return "\n".join(lines)

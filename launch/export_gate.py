@@ -1,0 +1,114 @@
+"""Export behind the gate: no unmeasured or failed checkpoint leaves the run, unless told so on the card's first line."""
+
+import time
+from pathlib import Path
+from typing import Any
+
+from safetensors import safe_open
+
+from headstart.eval.gate import failures, read_evals, require_gate, unmeasured
+from headstart.eval.settings import EvalSettings, ExportSettings
+from headstart.heads.builtin import resolve_model
+from headstart.heads.card import RECORD, RECORD_SCHEMA, write_card
+from headstart.heads.checkpoint import DESCRIPTION, head_hash, load_head
+from headstart.heads.eagle3 import Eagle3
+from headstart.heads.errors import WrongInput
+from headstart.heads.export import ENGINES, export_dtype, refuse_unservable, write_eagle3
+from headstart.heads.served import read_eagle3
+from headstart.heads.store import hash_file, read_json, versions, write_json
+from headstart.heads.target import Target
+
+TAP_CONVENTION = "tap L is the residual stream after L decoder layers (0: the embedding; before the final norm)"
+
+
+def export_head(
+    run: Path,
+    engine: str,
+    target: Target,
+    eval_settings: EvalSettings,
+    export_settings: ExportSettings,
+    checkpoint: str = "best",
+    out: Path | None = None,
+    untested: bool = False,
+) -> Path:
+    """Write a run's checkpoint (`best`, `last` or a step's folder name) for an engine, with its card.
+
+    Raises:
+        WrongInput: not measured, or the engine cannot serve this head.
+        GateFailed: measured, and a value does not pass.
+    """
+    folder = checkpoint_folder(run, checkpoint)
+    sha256 = head_hash(folder)
+    if not untested:
+        require_gate(run, sha256, eval_settings)
+    head = load_head(folder, target)
+    if not isinstance(head, Eagle3):
+        raise WrongInput(f"{folder}: found a head of kind {head.kind!r}; {engine} has a writer for eagle3 only.")
+    out = out or run / "export" / engine
+    evals = read_evals(run / "eval")
+    problems = [*unmeasured(evals, sha256, eval_settings), *failures(evals, eval_settings)]
+    record = {
+        "schema": RECORD_SCHEMA,
+        "kind": head.kind,
+        "engine": engine,
+        "readable_by": [],
+        "untested": untested,
+        "gate": problems,
+        "checkpoint": {"kind": head.kind, "step": read_json(folder / DESCRIPTION)["step"], "sha256": sha256},
+        "target": {
+            "name": target.facts.name,
+            "folder": str(resolve_model(target.facts.name)),
+            "fingerprint": target.facts.fingerprint,
+        },
+        "taps": head.taps,
+        "tap_convention": TAP_CONVENTION,
+        "draft_length": recommended_draft_length(evals, engine, eval_settings.draft_length),
+        "dtype": export_dtype(export_settings.dtype, head),
+        "tensors": {},
+        "files": {},
+        "loaded_in": [],
+        "made_by": {"versions": versions(), "written": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())},
+    }
+    # Figures of another checkpoint never reach the card.
+    measured = {name: v if v and v["checkpoint"]["sha256"] == sha256 else None for name, v in evals.items()}
+
+    def describe(written: Path) -> None:
+        record["readable_by"] = [name for name in ENGINES if serves(written, name, head)]
+        with safe_open(written / "model.safetensors", framework="pt") as file:
+            record["tensors"] = {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118
+        record["files"] = {name: hash_file(written / name) for name in ("config.json", "model.safetensors")}
+        write_json(written / RECORD, record)
+        write_card(written, measured)
+
+    write_eagle3(head, out, engine, export_settings.dtype, describe)
+    state = "UNTESTED head" if untested else "head"
+    print(f"{state} for {engine}: {out} (its README.md has the command that serves it)")
+    return out
+
+
+def checkpoint_folder(run: Path, name: str) -> Path:
+    """Folder of a checkpoint; `best` and `last` are text files that hold a folder's name."""
+    pointer = run / "checkpoints" / name
+    folder = pointer.with_name(pointer.read_text(encoding="utf-8").strip()) if pointer.is_file() else pointer
+    if not (folder / DESCRIPTION).exists():
+        found = sorted(path.name for path in pointer.parent.glob("*")) if pointer.parent.is_dir() else []
+        raise WrongInput(f"{run}: found no checkpoint {name!r} (there: {found}). Train first: headstart train RECIPE")
+    return folder
+
+
+def serves(folder: Path, engine: str, head: Eagle3) -> bool:
+    """Whether an engine would read this folder as trained."""
+    try:
+        refuse_unservable(head, engine)
+        read_eagle3(folder, engine, head.facts, head.embedding_VH)
+    except WrongInput:
+        return False
+    return True
+
+
+def recommended_draft_length(evals: dict[str, Any], engine: str, default: int) -> int:
+    """Draft length of the launch command: what was measured fastest for this engine, else at all, else the setting."""
+    recommended = (evals["speed"] or {}).get("recommended", [])
+    own = [entry for entry in recommended if entry["engine"] == engine]
+    lengths = [entry["draft_length"] for entry in own or recommended if entry.get("draft_length")]
+    return int(lengths[0]) if lengths else default

@@ -1,0 +1,142 @@
+"""The law of the gate: what was not measured, or failed, is exported only with a card that says so first."""
+
+import json
+
+import pytest
+
+from headstart.eval.settings import EvalSettings, ExportSettings
+from headstart.heads.checkpoint import head_hash, save_head
+from headstart.heads.errors import GateFailed, WrongInput
+from headstart.launch.export_gate import export_head
+from tests.test_export import make_head
+
+SETTINGS = EvalSettings(draft_length=3)
+
+
+def spread(value):
+    return {"value": value, "low": value - 0.1, "high": value + 0.1}
+
+
+def acceptance(sha256, accept_len=2.0, draft_length=3, source="offline", counting="reply"):
+    row = {
+        "source": source, "drafter": "eagle3", "route": "all", "context": "all", "temperature": 0.0, "top_k": 0,
+        "top_p": 1.0, "draft": "greedy", "draft_length": draft_length, "tree": None, "counting": counting,
+        "num_prompts": 8, "num_tokens": 320, "num_steps": 160.0, "num_short_steps": 2.0,
+        "accept_len": spread(accept_len), "accept_len_macro": spread(accept_len), "conditional": [spread(0.5)] * 3,
+        "survival": [spread(0.5), spread(0.3), spread(0.2)], "accepted_histogram": [80, 32, 16, 32],
+        "uniform_start_estimate": 2.1, "product_of_marginals": 2.0, "out_of_vocab_share": 0.0,
+    }  # fmt: skip
+    checkpoint = {"kind": "eagle3", "step": 7, "sha256": sha256}
+    return {"schema": "headstart.acceptance/1", "checkpoint": checkpoint, "rows": [row]}
+
+
+def lossless(sha256, verdict="lossless"):
+    check = {"name": "greedy_identity", "verdict": "pass" if verdict == "lossless" else "fail"}
+    checkpoint = {"kind": "eagle3", "step": 7, "sha256": sha256}
+    return {"schema": "headstart.lossless/1", "checkpoint": checkpoint, "verdict": verdict, "checks": [check]}
+
+
+def speed(sha256, speedup=1.3):
+    row = {
+        "engine": "reference", "drafter": "eagle3", "route": "all", "dtype": "float32", "concurrency": 1,
+        "draft_length": 2, "plain_tokens_per_s": 10.0, "tokens_per_s": 10.0 * speedup, "speedup": spread(speedup),
+    }  # fmt: skip
+    checkpoint = {"kind": "eagle3", "step": 7, "sha256": sha256}
+    hardware = {"cpu": "two cores", "cores": 2, "gpu": None, "versions": {}}
+    recommended = [{"engine": "vllm", "draft_length": 2}]
+    return {"checkpoint": checkpoint, "hardware": hardware, "rows": [row], "recommended": recommended}
+
+
+@pytest.fixture
+def run(tiny_target, tmp_path):
+    folder = tmp_path / "run" / "checkpoints" / "step-000007"
+    folder.mkdir(parents=True)
+    save_head(folder, make_head(tiny_target), step=7)
+    (folder.parent / "best").write_text("step-000007\n")
+    return tmp_path / "run"
+
+
+def measure(run, **evals):
+    (run / "eval").mkdir(exist_ok=True)
+    for name, value in evals.items():
+        (run / "eval" / f"{name}.json").write_text(json.dumps(value))
+
+
+def export(run, target, engine="vllm", settings=SETTINGS, **options):
+    return export_head(run, engine, target, settings, ExportSettings(), **options)
+
+
+def own_hash(run):
+    return head_hash(run / "checkpoints" / "step-000007")
+
+
+def test_an_unmeasured_head_is_refused_with_what_to_run(run, tiny_target):
+    with pytest.raises(WrongInput, match=r"(?s)acceptance.json is missing.*lossless.json is missing.*headstart eval"):
+        export(run, tiny_target)
+    assert not (run / "export").exists()
+
+
+def test_figures_of_another_checkpoint_do_not_count(run, tiny_target):
+    measure(run, acceptance=acceptance("0" * 64), lossless=lossless(own_hash(run)))
+    with pytest.raises(WrongInput, match="measured another checkpoint"):
+        export(run, tiny_target)
+
+
+@pytest.mark.parametrize(
+    ("evals", "settings", "message"),
+    [
+        ({"lossless": lambda h: lossless(h, "lossy")}, SETTINGS, "losslessness is 'lossy'"),
+        ({"lossless": lambda h: lossless(h, "inconclusive")}, SETTINGS, "losslessness is 'inconclusive'"),
+        ({"acceptance": lambda h: acceptance(h, 1.2)}, EvalSettings(draft_length=3, min_accept_len=1.5), "min_accept_len"),
+        ({"acceptance": lambda h: acceptance(h, draft_length=2)}, SETTINGS, "no row"),
+        ({"acceptance": lambda h: acceptance(h, counting="engine")}, SETTINGS, "no row"),
+        ({"speed": lambda h: speed(h, 0.9)}, EvalSettings(draft_length=3, min_speedup=1.1), "min_speedup"),
+    ],
+)  # fmt: skip
+def test_a_value_that_does_not_pass_fails_the_gate(evals, settings, message, run, tiny_target):
+    sha256 = own_hash(run)
+    measure(run, acceptance=acceptance(sha256), lossless=lossless(sha256), speed=speed(sha256))
+    measure(run, **{name: make(sha256) for name, make in evals.items()})
+    with pytest.raises(GateFailed, match=message):
+        export(run, tiny_target, settings=settings)
+    assert not (run / "export").exists()
+
+
+def test_speed_is_asked_for_only_where_it_is_gated(run, tiny_target):
+    sha256 = own_hash(run)
+    measure(run, acceptance=acceptance(sha256), lossless=lossless(sha256))
+    export(run, tiny_target)
+    with pytest.raises(WrongInput, match=r"speed\.json is missing"):
+        export(run, tiny_target, settings=EvalSettings(draft_length=3, min_speedup=1.0))
+
+
+def test_the_card_holds_the_figures_the_definitions_and_the_commands(run, tiny_target):
+    sha256 = own_hash(run)
+    measure(run, acceptance=acceptance(sha256), lossless=lossless(sha256), speed=speed(sha256, 0.87))
+    out = export(run, tiny_target)
+    assert out == run / "export" / "vllm"
+    card = (out / "README.md").read_text()
+    assert card.startswith("# EAGLE3 draft head for tiny")
+    for text in ("lossless: lossless", "2.00 [1.90, 2.10]", "0.500, 0.300, 0.200", "0.87", "| accept_len |", sha256):
+        assert text in card
+    assert '"method":"eagle3"' in card
+    assert '"num_speculative_tokens":2' in card
+    assert "draft-eagle3 --spec-draft-n-max 2 --spec-draft-p-min 0" in card
+    assert "no engine yet" in card
+    record = json.loads((out / "headstart.json").read_text())
+    assert record["readable_by"] == ["vllm", "llamacpp"]
+    assert record["checkpoint"] == {"kind": "eagle3", "step": 7, "sha256": sha256}
+
+
+def test_untested_says_so_in_the_first_line_and_shows_no_foreign_figures(run, tiny_target, tmp_path):
+    measure(run, acceptance=acceptance("0" * 64, accept_len=3.33))
+    out = export(run, tiny_target, untested=True, out=tmp_path / "out")
+    lines = (out / "README.md").read_text().splitlines()
+    assert lines[0].startswith("**UNTESTED.**")
+    assert any("measured another checkpoint" in line for line in lines)
+    assert not any("3.33" in line for line in lines)
+
+
+def test_a_missing_checkpoint_names_what_is_there(run, tiny_target):
+    with pytest.raises(WrongInput, match="step-000007"):
+        export(run, tiny_target, checkpoint="step-000500")
