@@ -21,7 +21,7 @@ class Prompt:
     """One request: chat messages with a route tag and a split."""
 
     route: str
-    messages: tuple[dict[str, str], ...]
+    messages: tuple[dict[str, Any], ...]  # role, content, and what else the chat template reads
     split: str = "train"
     template_kwargs: dict[str, Any] = field(default_factory=dict)
 

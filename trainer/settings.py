@@ -16,6 +16,8 @@ class PromptSettings:
     """Prompts that are only reported, never trained on or chosen by: `builtin` or a file."""
     routes: list[str] = field(default_factory=list)
     """Keep only these routes; empty keeps all."""
+    roles: list[str] = field(default_factory=list)
+    """Names that files use for roles, as NAME=ROLE (my_model=assistant); human and gpt are known."""
     num_train: Count = 2000
     """Training prompts taken from the sources, balanced over routes; 0 takes all."""
     num_validation: Positive = 64

@@ -1,0 +1,259 @@
+"""The prompts stage: sources in, one file of requests with routes and splits out.
+
+Which split a prompt belongs to depends on what it says and on what else is in the pool, never on the order of rows.
+"""
+
+import json
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from headstart.heads.errors import WrongInput
+from headstart.heads.paths import SPLITS, Prompt
+from headstart.heads.store import Stage, atomic_path, hash_file, hash_json, open_stage, stage_inputs
+from headstart.trainer.settings import PromptSettings
+from headstart.trainer.similarity import drop_near, prompt_text
+from headstart.trainer.sources import Rows, Skip, read_source, role_names, source_hash, source_path
+from headstart.trainer.templates import builtin_files, builtin_prompts, in_turn, prompts_folder
+
+if TYPE_CHECKING:
+    from headstart.heads.target import Target
+
+BUILTIN = "builtin"
+STAGE_VERSION = 1
+PROMPTS_FILE = "prompts.jsonl"
+SKIPPED_FILE = "skipped.jsonl"
+
+
+@dataclass
+class PromptSet:
+    """All prompts of a run, and what became of the rows that gave none."""
+
+    prompts: list[Prompt] = field(default_factory=list)
+    skips: list[Skip] = field(default_factory=list)
+    notes: Counter[str] = field(default_factory=Counter)
+
+    def of(self, split: str) -> list[Prompt]:
+        return [prompt for prompt in self.prompts if prompt.split == split]
+
+    def describe(self) -> str:
+        """Counts by route and split, then what was skipped and why."""
+        counts = Counter((prompt.route, prompt.split) for prompt in self.prompts)
+        routes = sorted({prompt.route for prompt in self.prompts})
+        width = max(len(route) for route in [*routes, "all"])
+        lines = [f"{'route':{width}}" + "".join(f"{split:>12}" for split in SPLITS)]
+        for route in routes:
+            lines.append(f"{route:{width}}" + "".join(f"{counts[route, split]:12,}" for split in SPLITS))
+        lines.append(f"{'all':{width}}" + "".join(f"{len(self.of(split)):12,}" for split in SPLITS))
+        for reason, number in Counter(skip.reason for skip in self.skips).most_common():
+            lines.append(f"skipped {number:,}: {reason}")
+        lines += [f"note {number:,}: {note}" for note, number in self.notes.most_common()]
+        return "\n".join(lines)
+
+
+def load_prompts(settings: PromptSettings, base: Path, seed: int = 0) -> list[Prompt]:
+    """Prompts of all splits, training ones first; counts and skip reasons are printed."""
+    found = gather(settings, base)
+    print(found.describe())
+    return found.prompts
+
+
+def make_prompts(
+    settings: PromptSettings,
+    root: Path,
+    base: Path,
+    seed: int = 0,
+    target: "Callable[[], Target] | None" = None,
+) -> Stage:
+    """Write `prompts.jsonl` and `skipped.jsonl` into a stage folder, or reuse the one of the same settings and content.
+
+    Args:
+        root: folder of all runs.
+        base: folder that relative paths count from (the recipe's).
+        seed: draws the target's own prompts; without these it changes nothing.
+        target: loads the target; called only where it has prompts to write.
+    """
+    writer = target() if settings.num_synthesized and target is not None else None
+    if settings.num_synthesized and writer is None:
+        raise WrongInput("prompts.num_synthesized: found no target to write prompts, expected one, or set it to 0.")
+    stage = open_stage(root, "prompts", prompt_inputs(settings, base, seed, writer), seed)
+    if stage.complete:
+        return stage
+    found = gather(settings, base)
+    if writer is not None:
+        raise NotImplementedError
+    print(found.describe())
+    rows = [
+        {
+            "id": prompt.prompt_id,
+            "route": prompt.route,
+            "split": prompt.split,
+            "messages": list(prompt.messages),
+            "template_kwargs": prompt.template_kwargs,
+        }
+        for prompt in found.prompts
+    ]
+    write_rows(stage, PROMPTS_FILE, rows)
+    write_rows(stage, SKIPPED_FILE, [asdict(skip) for skip in found.skips])
+    stage.finish()
+    return stage
+
+
+def read_prompts(folder: Path, split: str | None = None) -> list[Prompt]:
+    """Prompts of a finished stage folder in stored order, optionally of one split."""
+    with (folder / PROMPTS_FILE).open(encoding="utf-8") as handle:
+        rows = [json.loads(line) for line in handle]
+    return [
+        Prompt(row["route"], tuple(row["messages"]), row["split"], row["template_kwargs"])
+        for row in rows
+        if split is None or row["split"] == split
+    ]
+
+
+def write_rows(stage: Stage, name: str, rows: Sequence[dict[str, Any]]) -> None:
+    with atomic_path(stage.folder / name) as temporary, temporary.open("w", encoding="utf-8") as handle:
+        for row in rows:
+            handle.write(json.dumps(row, ensure_ascii=False) + "\n")
+    stage.record(name, len(rows))
+
+
+def prompt_inputs(
+    settings: PromptSettings, base: Path, seed: int = 0, target: "Target | None" = None
+) -> dict[str, Any]:
+    """What the prompts depend on: settings and file content, wherever the files lie."""
+    dials = {key: value for key, value in asdict(settings).items() if key not in ("sources", "heldout")}
+    dials["sources"] = [content_hash(name, base, "prompts.sources") for name in settings.sources]
+    dials["heldout"] = content_hash(settings.heldout, base, "prompts.heldout")
+    if target is not None:
+        dials["seed"] = seed
+    return stage_inputs(STAGE_VERSION, dials, {}, target.facts.fingerprint if target is not None else None)
+
+
+def content_hash(name: str, base: Path, setting: str) -> str:
+    if name != BUILTIN:
+        return source_hash(source_path(name, base, setting))
+    if setting == "prompts.heldout":
+        return hash_file(prompts_folder() / "heldout.jsonl")
+    return hash_json([hash_file(file) for file in builtin_files()])
+
+
+def gather(settings: PromptSettings, base: Path) -> PromptSet:
+    """Read, filter and split all prompts.
+
+    Raises:
+        WrongInput: a file is missing, a route is unknown, or a split is left without prompts.
+    """
+    found = PromptSet()
+    roles = role_names(settings.roles)
+    heldout = distinct(read_heldout(settings, base, roles), found)
+    pool = [prompt for name in settings.sources for prompt in distinct(read_training(name, base, roles), found)]
+    pool = unique(pool, found, "the same in two sources")
+    check_routes(settings.routes, pool)
+    if settings.routes:
+        heldout = [prompt for prompt in heldout if prompt.route in settings.routes]
+        pool = [prompt for prompt in pool if prompt.route in settings.routes]
+    pool = without_near(pool, heldout, found, "near-duplicate of a held-out prompt")
+    validation = balanced(sorted(pool, key=prompt_order), settings.num_validation)
+    chosen = {prompt.prompt_id for prompt in validation}
+    train = [prompt for prompt in pool if prompt.prompt_id not in chosen]
+    train = without_near(train, validation, found, "near-duplicate of a validation prompt")
+    if settings.num_train > len(train):
+        found.notes[f"prompts.num_train asks for {settings.num_train:,}, the sources hold {len(train):,}"] = 1
+    splits = {
+        "train": balanced(train, settings.num_train),
+        "validation": validation,
+        "heldout": balanced(heldout, settings.num_heldout),
+    }
+    check_splits(splits, settings)
+    for split, prompts in splits.items():
+        found.prompts += [replace(prompt, split=split) for prompt in prompts]
+    return found
+
+
+def read_heldout(settings: PromptSettings, base: Path, roles: dict[str, str]) -> Rows:
+    if settings.heldout == BUILTIN:
+        path = prompts_folder() / "heldout.jsonl"
+    else:
+        path = source_path(settings.heldout, base, "prompts.heldout")
+    return read_source(path, roles, "heldout")
+
+
+def read_training(name: str, base: Path, roles: dict[str, str]) -> Rows:
+    """Built-in prompts in their committed order; those of a file by content hash, so that its row order is nothing."""
+    if name == BUILTIN:
+        return Rows(builtin_prompts())
+    rows = read_source(source_path(name, base, "prompts.sources"), roles, "train")
+    rows.prompts.sort(key=prompt_order)
+    return rows
+
+
+def prompt_order(prompt: Prompt) -> tuple[str, str]:
+    """An order by content; equal requests under two routes have one too."""
+    return prompt.prompt_id, prompt.route
+
+
+def distinct(rows: Rows, found: PromptSet) -> list[Prompt]:
+    """Prompts of one source, each once; its skipped rows and notes go to `found`."""
+    found.skips += rows.skips
+    found.notes.update(rows.notes)
+    return unique(rows.prompts, found, "the same request again")
+
+
+def unique(prompts: Iterable[Prompt], found: PromptSet, reason: str) -> list[Prompt]:
+    kept: dict[str, Prompt] = {}
+    for prompt in prompts:
+        if prompt.prompt_id in kept:
+            found.skips.append(skip_of(prompt, reason))
+        kept.setdefault(prompt.prompt_id, prompt)
+    return list(kept.values())
+
+
+def without_near(prompts: list[Prompt], others: list[Prompt], found: PromptSet, reason: str) -> list[Prompt]:
+    kept, dropped = drop_near(prompts, others)
+    found.skips += [skip_of(prompt, reason) for prompt, _ in dropped]
+    return kept
+
+
+def skip_of(prompt: Prompt, reason: str) -> Skip:
+    return Skip(f"prompt {prompt.prompt_id[:12]}", 0, reason, prompt_text(prompt)[:200])
+
+
+def balanced(prompts: list[Prompt], number: int) -> list[Prompt]:
+    """The first `number` prompts (0: all), taken from the routes in turn; within a route the order stays."""
+    routes: dict[str, list[Prompt]] = defaultdict(list)
+    for prompt in prompts:
+        routes[prompt.route].append(prompt)
+    order: Iterator[Prompt] = in_turn(routes[route] for route in sorted(routes))
+    taken = list(order)
+    return taken[:number] if number else taken
+
+
+def check_routes(wanted: list[str], pool: list[Prompt]) -> None:
+    known = sorted({prompt.route for prompt in pool})
+    unknown = [route for route in wanted if route not in known]
+    if unknown:
+        raise WrongInput(
+            f"prompts.routes: found {', '.join(unknown)}, expected routes of the sources: {', '.join(known)}.\n"
+            "Leave prompts.routes out to keep all."
+        )
+
+
+def check_splits(splits: dict[str, list[Prompt]], settings: PromptSettings) -> None:
+    if not splits["validation"]:
+        raise WrongInput(
+            f"prompts.sources: found no usable prompt in {', '.join(settings.sources) or 'an empty list'}, expected at "
+            'least two.\nRows need {"messages": [..]} or {"prompt": ".."}.'
+        )
+    if not splits["train"]:
+        raise WrongInput(
+            f"prompts: found {len(splits['validation'])} usable prompts, all taken for validation, none left to train "
+            f"on.\nAdd prompts, or lower prompts.num_validation={settings.num_validation}"
+        )
+    if not splits["heldout"]:
+        of_routes = f" of the routes {', '.join(settings.routes)}" if settings.routes else ""
+        raise WrongInput(
+            f"prompts.heldout: found no usable prompt{of_routes} in {settings.heldout}, expected at least one.\n"
+            "Name a file of your own prompts: prompts.heldout=FILE"
+        )

@@ -1,0 +1,279 @@
+"""Rows of prompt files as prompts: every row is read or skipped with a reason that can be counted and listed."""
+
+import json
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from headstart.heads.errors import WrongInput
+from headstart.heads.paths import Prompt
+from headstart.heads.store import hash_file, hash_json
+
+ROLES = ("system", "user", "assistant", "tool")
+# The names ShareGPT files use.
+ROLE_NAMES = {"human": "user", "gpt": "assistant"} | {role: role for role in ROLES}
+
+DEFAULT_ROUTE = "chat"
+ENDINGS = (".jsonl", ".json", ".parquet")
+
+
+class BadRow(Exception):
+    """Why one row is skipped."""
+
+
+@dataclass(frozen=True)
+class Skip:
+    """One row that did not become a prompt, or one prompt that is not used."""
+
+    source: str
+    row: int  # counted from 1, blank lines included, so that an editor finds it; 0 for a prompt
+    reason: str
+    text: str = ""
+
+
+@dataclass
+class Rows:
+    """What reading sources gave."""
+
+    prompts: list[Prompt] = field(default_factory=list)
+    skips: list[Skip] = field(default_factory=list)
+    notes: Counter[str] = field(default_factory=Counter)  # changes that kept the row
+
+    def reasons(self) -> Counter[str]:
+        return Counter(skip.reason for skip in self.skips)
+
+
+def role_names(pairs: list[str]) -> dict[str, str]:
+    """The role map of a recipe (`name=role`) over the usual names.
+
+    Raises:
+        WrongInput: a pair is not of that form or names no known role.
+    """
+    names = dict(ROLE_NAMES)
+    for pair in pairs:
+        name, _, role = (part.strip() for part in pair.partition("="))
+        if not name or role not in ROLES:
+            raise WrongInput(
+                f"prompts.roles: found {pair!r}, expected NAME=ROLE with a role of {', '.join(ROLES)}.\n"
+                "For replies under a model's name write, for example, prompts.roles=[my_model=assistant]"
+            )
+        names[name] = role
+    return names
+
+
+def source_path(name: str, base: Path, setting: str) -> Path:
+    """The file or folder a source names; relative ones count from `base`, the folder of the recipe."""
+    path = base / Path(name).expanduser()
+    if not path.exists():
+        raise WrongInput(
+            f"{setting}: found no file or folder {path}, expected `builtin`, a .jsonl, .json or .parquet file, or a "
+            f"`datasets` folder.\nRelative paths count from the recipe's folder, {base}."
+        )
+    if path.is_file() and path.suffix not in ENDINGS:
+        raise WrongInput(
+            f"{setting}: found {path}, expected a file that ends in {', '.join(ENDINGS)}.\n"
+            'Convert it to JSON lines, one {"messages": [..]} or {"prompt": ".."} a line.'
+        )
+    return path
+
+
+def source_hash(path: Path) -> str:
+    """Content hash of a file, or of all files below a folder with their names."""
+    if path.is_file():
+        return hash_file(path)
+    files = [file for file in sorted(path.rglob("*")) if file.is_file() and not hidden(file, path)]
+    return hash_json([[file.relative_to(path).as_posix(), hash_file(file)] for file in files])
+
+
+def hidden(file: Path, folder: Path) -> bool:
+    return any(part.startswith((".", "cache-")) for part in file.relative_to(folder).parts)
+
+
+def read_source(path: Path, roles: Mapping[str, str], split: str) -> Rows:
+    """Read every row of a file or folder, in stored order."""
+    rows = Rows()
+    for number, row in enumerate_rows(path):
+        try:
+            if isinstance(row, BadRow):
+                raise row
+            prompt, changed = read_row(row, roles, split)
+        except BadRow as bad:
+            rows.skips.append(Skip(str(path), number, str(bad)))
+            continue
+        rows.prompts.append(prompt)
+        rows.notes.update(changed)
+    return rows
+
+
+def enumerate_rows(path: Path) -> Iterator[tuple[int, Any]]:
+    """Yield (row number from 1, raw row or BadRow)."""
+    if path.is_dir():
+        yield from enumerate(folder_rows(path), start=1)
+    elif path.suffix == ".parquet":
+        yield from enumerate(parquet_rows(path), start=1)
+    elif path.suffix == ".json":
+        yield from enumerate(json_rows(path), start=1)
+    else:
+        yield from jsonl_rows(path)
+
+
+def jsonl_rows(path: Path) -> Iterator[tuple[int, Any]]:
+    with path.open("rb") as handle:
+        for number, line in enumerate(handle, start=1):
+            line = line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line
+            if not line.strip():
+                continue
+            try:
+                yield number, json.loads(line.decode("utf-8"))
+            except UnicodeDecodeError:
+                yield number, BadRow("not UTF-8")
+            except ValueError:
+                yield number, BadRow("not JSON")
+
+
+def json_rows(path: Path) -> list[Any]:
+    try:
+        rows = json.loads(path.read_text(encoding="utf-8-sig"))
+    except ValueError as error:
+        raise WrongInput(
+            f"{path}: found no JSON ({error}), expected a list of rows, or use .jsonl for lines."
+        ) from None
+    if not isinstance(rows, list):
+        raise WrongInput(
+            f"{path}: found a JSON {type(rows).__name__}, expected a list of rows, or use .jsonl for lines."
+        )
+    return rows
+
+
+def parquet_rows(path: Path) -> Iterator[Any]:
+    import pyarrow
+    import pyarrow.parquet as parquet
+
+    try:
+        file = parquet.ParquetFile(path)
+    except pyarrow.ArrowInvalid as error:
+        raise WrongInput(
+            f"{path}: found no Parquet file ({error}).\nWrite it again, or convert it to .jsonl."
+        ) from None
+    wanted = [name for name in file.schema_arrow.names if name in ROW_KEYS]
+    for batch in file.iter_batches(batch_size=1024, columns=wanted):
+        yield from batch.to_pylist()
+
+
+def folder_rows(path: Path) -> Iterator[Any]:
+    """Rows of a `datasets` folder (`save_to_disk`), or of the prompt files in a plain folder."""
+    if (path / "dataset_info.json").exists() or (path / "dataset_dict.json").exists():
+        import datasets
+
+        stored = datasets.load_from_disk(str(path))
+        if isinstance(stored, datasets.DatasetDict):
+            if "train" not in stored:
+                raise WrongInput(
+                    f"{path}: found the splits {', '.join(stored)}, expected one named train.\n"
+                    f"Name the split's own folder: {path / next(iter(stored), 'SPLIT')}"
+                )
+            stored = stored["train"]
+        yield from stored.select_columns([name for name in stored.column_names if name in ROW_KEYS])
+        return
+    files = [file for file in sorted(path.rglob("*")) if file.suffix in ENDINGS and not hidden(file, path)]
+    if not files:
+        raise WrongInput(f"{path}: found no `datasets` folder and no file that ends in {', '.join(ENDINGS)}.")
+    for file in files:
+        yield from (row for _, row in enumerate_rows(file))
+
+
+ROW_KEYS = ("id", "route", "messages", "conversations", "prompt", "template_kwargs")
+
+
+def read_row(row: Any, roles: Mapping[str, str], split: str) -> tuple[Prompt, list[str]]:
+    """One raw row as a prompt, and what was changed on the way.
+
+    Raises:
+        BadRow: the row holds no request that the target can answer.
+    """
+    if not isinstance(row, dict):
+        raise BadRow("not an object")
+    turns = parsed(row.get("messages"))
+    turns = parsed(row.get("conversations")) if turns is None else turns
+    if turns is None and isinstance(row.get("prompt"), str):
+        turns = [{"role": "user", "content": row["prompt"]}]
+    elif turns is None:
+        turns = row.get("prompt")  # a list of turns under this name is common too
+    if turns is None:
+        raise BadRow("no messages and no prompt")
+    messages, changed = read_messages(turns, roles)
+    route = row.get("route") or DEFAULT_ROUTE
+    if not isinstance(route, str):
+        raise BadRow("route is not text")
+    kwargs = parsed(row.get("template_kwargs")) or {}
+    if not isinstance(kwargs, dict):
+        raise BadRow("template_kwargs is not an object")
+    return Prompt(route.strip(), messages, split, kwargs), changed
+
+
+def parsed(value: Any) -> Any:
+    """Columns of mixed types are stored as JSON text in Parquet."""
+    if isinstance(value, str):
+        try:
+            return json.loads(value)
+        except ValueError:
+            raise BadRow("a column is text and not JSON") from None
+    return value
+
+
+def read_messages(turns: Any, roles: Mapping[str, str]) -> tuple[tuple[dict[str, Any], ...], list[str]]:
+    """Turns as the target's chat template takes them, ending where the target answers.
+
+    Raises:
+        BadRow: the order of roles is none that a chat can have, or a turn has no text.
+    """
+    if not isinstance(turns, list):
+        raise BadRow("messages are not a list")
+    messages = [read_turn(turn, roles) for turn in turns]
+    changed: list[str] = []
+    dialogue = messages[1:] if messages and messages[0]["role"] == "system" else messages
+    if not messages:
+        raise BadRow("empty conversation")
+    if not dialogue:
+        raise BadRow("only a system turn")
+    if dialogue[0]["role"] != "user":
+        raise BadRow(f"starts with the {dialogue[0]['role']}")
+    for before, turn in zip(dialogue, dialogue[1:], strict=False):
+        role = turn["role"]
+        if role == "system":
+            raise BadRow("system turn after the start")
+        if role == before["role"] and role != "tool":
+            raise BadRow(f"repeated role {role}")
+        if role == "tool" and before["role"] == "user":
+            raise BadRow("tool turn without a call")
+    if dialogue[-1]["role"] == "assistant":
+        messages.pop()
+        changed.append("last assistant turn dropped: the target answers itself")
+    return tuple(messages), changed
+
+
+def read_turn(turn: Any, roles: Mapping[str, str]) -> dict[str, Any]:
+    """One turn with a known role and text; further fields (tool calls, reasoning) stay for the chat template."""
+    if not isinstance(turn, dict):
+        raise BadRow("a turn is not an object")
+    # Arrow fills the fields other turns have with null.
+    fields = {key: value for key, value in turn.items() if value is not None}
+    given = fields.pop("role", None) or fields.pop("from", None)
+    if given is None:
+        raise BadRow("a turn without role")
+    role = roles.get(str(given))
+    if role is None:
+        raise BadRow(f"unknown role {given}")
+    content = fields.pop("content", None)
+    content = fields.pop("value", None) if content is None else content
+    if isinstance(content, list) and all(isinstance(part, dict) and part.get("type") == "text" for part in content):
+        content = "".join(str(part.get("text") or "") for part in content)
+    if role == "assistant" and fields.get("tool_calls") and content is None:
+        content = ""
+    if not isinstance(content, str):
+        raise BadRow("a turn without text" if content is None else "a turn that is not text")
+    if role == "user" and not content.strip():
+        raise BadRow("an empty user turn")
+    return {"role": role, "content": content, **fields}
