@@ -15,8 +15,10 @@ from headstart.heads.builtin import resolve_model
 from headstart.heads.cache import LENGTH_STEP, PositionCache
 from headstart.heads.errors import WrongInput
 from headstart.heads.facts import TargetFacts, default_taps
+from headstart.heads.model_folder import no_progress_bars
 from headstart.heads.paths import Prompt
 from headstart.heads.settings import TargetSettings
+from headstart.heads.target_facts import check_supported, check_taps, read_facts
 
 
 @dataclass
@@ -175,68 +177,69 @@ def decoder_layers(body: nn.Module, num_layers: int) -> nn.ModuleList:
 
 
 def load_target(settings: TargetSettings, taps: list[int] | None = None, dtype: str | None = None) -> Target:
-    """Load a target in evaluation mode, frozen.
+    """Load a target in evaluation mode, frozen, and check on a probe that it computes what its model computes.
 
     Args:
-        taps: residual streams to return, ascending; none means the ones serving engines fall back to.
+        taps: residual streams to return; none means the ones serving engines fall back to.
         dtype: overrides `settings.dtype` (`float32` or `bfloat16`).
+
+    Raises:
+        WrongInput: no such model, a cache that cannot roll back, taps that do not exist, or a failed probe.
     """
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
     folder = resolve_model(settings.model)
-    device = choose_device(settings.device)
+    config = AutoConfig.from_pretrained(folder)
+    check_supported(settings.model, config)
+    num_layers = config.get_text_config().num_hidden_layers
+    chosen = sorted(set(taps)) if taps else default_taps(num_layers)
+    check_taps(settings.model, chosen, num_layers)
     attention = {} if settings.attention == "auto" else {"attn_implementation": settings.attention}
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=choose_dtype(dtype or settings.dtype), **attention)
-    model.to(device).eval().requires_grad_(False)
+    with no_progress_bars():
+        model: Any = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=choose_dtype(dtype or settings.dtype), **attention
+        )
+    model.to(choose_device(settings.device)).eval().requires_grad_(False)
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    facts = read_facts(settings.model, model, tokenizer)
-    chosen = sorted(set(taps)) if taps else default_taps(facts.num_layers)
-    return Target(model, tokenizer, facts, chosen)
+    target = Target(model, tokenizer, read_facts(settings.model, folder, model, tokenizer), chosen)
+    check_probe(target)
+    return target
+
+
+@torch.inference_mode()
+def check_probe(target: Target) -> None:
+    """Compare a few tokens, fed in two parts through our cache and output head, with the model's own forward.
+
+    Raises:
+        WrongInput: the model scales or caps its logits, or positions its cache in another way.
+    """
+    facts = target.facts
+    tokens_1T = (torch.arange(11, device=target.device) * 37 % facts.num_tokens)[None]
+    expected = target.model(tokens_1T).logits.float()[0, :, : facts.num_tokens]
+    cache = target.new_cache(1, 16)
+    start_1 = torch.zeros(1, dtype=torch.int64, device=target.device)
+    first = target.forward(tokens_1T[:, :6], start_1, cache)
+    second = target.forward(tokens_1T[:, 6:], start_1 + 6, cache)
+    final = torch.cat([first.final, second.final], dim=1)
+    found = target.logits(final)[0, :, : facts.num_tokens]
+    scale = float(expected.abs().max())
+    difference = float((found - expected).abs().max())
+    if not difference <= scale * (1e-3 if target.dtype == torch.float32 else 0.1):
+        raise WrongInput(
+            f"target {facts.name}: found logits {difference:.3g} away from the model's own (largest {scale:.3g}), "
+            "expected the output head on the final state.\n"
+            "The model caps or scales its logits, or uses a cache of its own kind. Choose another target."
+        )
 
 
 def choose_device(name: str) -> torch.device:
     """`auto` is the first accelerator, else the CPU."""
     if name != "auto":
         return torch.device(name)
-    if torch.accelerator.is_available():
-        accelerator = torch.accelerator.current_accelerator()
-        if accelerator is not None:
-            return accelerator
-    return torch.device("cpu")
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    return accelerator or torch.device("cpu")
 
 
 def choose_dtype(name: str) -> torch.dtype:
     """`auto` is bfloat16, which halves the memory traffic that bounds decoding."""
     return {"auto": torch.bfloat16, "bfloat16": torch.bfloat16, "float32": torch.float32}[name]
-
-
-def read_facts(name: str, model: Any, tokenizer: Any) -> TargetFacts:
-    """The numbers heads are built from, out of the model's config and tokenizer."""
-    config = model.config.get_text_config()
-    num_heads = config.num_attention_heads
-    stop_ids = set(_as_list(model.generation_config.eos_token_id)) | set(_as_list(tokenizer.eos_token_id))
-    vocab_size = model.get_input_embeddings().weight.shape[0]
-    specials = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special} | stop_ids
-    return TargetFacts(
-        name=name,
-        hidden_size=config.hidden_size,
-        num_layers=config.num_hidden_layers,
-        num_heads=num_heads,
-        num_kv_heads=getattr(config, "num_key_value_heads", None) or num_heads,
-        head_dim=getattr(config, "head_dim", None) or config.hidden_size // num_heads,
-        intermediate_size=config.intermediate_size,
-        vocab_size=vocab_size,
-        num_tokens=min(len(tokenizer), vocab_size),
-        rms_norm_eps=config.rms_norm_eps,
-        rope_parameters=dict(config.rope_parameters),
-        max_position=config.max_position_embeddings,
-        special_ids=sorted(i for i in specials if i < vocab_size),
-        stop_ids=sorted(stop_ids),
-        fingerprint={"weights": "", "config": "", "tokenizer": "", "chat_template": ""},
-    )
-
-
-def _as_list(value: Any) -> list[int]:
-    if value is None:
-        return []
-    return list(value) if isinstance(value, (list, tuple)) else [int(value)]

@@ -1,0 +1,124 @@
+"""A target is found by name, known by its content, and refused before compute when it cannot work."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GemmaConfig,
+    GPT2Config,
+    LlamaConfig,
+    MambaConfig,
+    MistralConfig,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3NextConfig,
+)
+
+from headstart.heads.builtin import resolve_model
+from headstart.heads.errors import WrongInput
+from headstart.heads.paths import Prompt
+from headstart.heads.settings import TargetSettings
+from headstart.heads.target import load_target
+from headstart.heads.target_facts import check_supported
+
+SMALL = {
+    "vocab_size": 512,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 128,
+}
+
+
+def save_random(folder: Path, config: object, tiny_folder: Path) -> TargetSettings:
+    """A random model of any architecture with the tiny tokenizer."""
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(tiny_folder).save_pretrained(folder)
+    return TargetSettings(model=str(folder), dtype="float32", device="cpu")
+
+
+@pytest.mark.parametrize(
+    "config",
+    [Qwen2Config(**SMALL), Qwen3Config(**SMALL), MistralConfig(**SMALL, sliding_window=None), GemmaConfig(**SMALL)],
+    ids=lambda config: config.model_type,
+)
+def test_other_architectures_load_and_pass_the_probe(config, tmp_path, tiny_folder):
+    target = load_target(save_random(tmp_path, config, tiny_folder))
+    assert target.facts.num_layers == 2
+
+
+def test_gpt2_loads_although_it_names_everything_otherwise(tmp_path, tiny_folder):
+    config = GPT2Config(vocab_size=512, n_embd=32, n_layer=3, n_head=4, n_positions=128)
+    target = load_target(save_random(tmp_path, config, tiny_folder))
+    assert target.embedding_weight().shape == (512, 32)
+    assert target.facts.intermediate_size == 128
+
+
+@pytest.mark.parametrize(
+    ("config", "kind"),
+    [
+        (MambaConfig(vocab_size=512, hidden_size=32, num_hidden_layers=2), "mamba"),
+        (MistralConfig(**SMALL, sliding_window=16), "sliding_attention"),
+        (Qwen3NextConfig(**{**SMALL, "num_hidden_layers": 4}), "linear_attention"),
+    ],
+    ids=["mamba", "sliding", "hybrid"],
+)
+def test_caches_that_cannot_roll_back_are_refused_by_layer_type(config, kind):
+    with pytest.raises(WrongInput, match=kind):
+        check_supported("x", config)
+
+
+def test_capped_logits_are_refused(tmp_path, tiny_folder):
+    from transformers import GraniteConfig
+
+    settings = save_random(tmp_path, GraniteConfig(**SMALL, logits_scaling=3.0), tiny_folder)
+    with pytest.raises(WrongInput, match="caps or scales"):
+        load_target(settings)
+
+
+def test_missing_model_names_what_was_tried_and_the_nearest_builtin():
+    with pytest.raises(WrongInput, match=r"(?s)smolm2-135m.*does not exist.*Nearest: smollm2-135m"):
+        resolve_model("smolm2-135m")
+    with pytest.raises(WrongInput, match=r"(?s)nobody/nothing.*folder.*hub id"):
+        resolve_model("nobody/nothing")
+
+
+def test_taps_out_of_range_are_refused():
+    with pytest.raises(WrongInput, match=r"\[5\].*0 \.\. 4"):
+        load_target(TargetSettings(model="tiny", dtype="float32", device="cpu"), taps=[1, 5])
+
+
+def test_a_chat_prompt_needs_a_chat_template(tmp_path, tiny_folder):
+    shutil.copytree(tiny_folder, tmp_path, dirs_exist_ok=True)
+    (tmp_path / "chat_template.jinja").unlink()
+    target = load_target(TargetSettings(model=str(tmp_path), dtype="float32", device="cpu"))
+    with pytest.raises(WrongInput, match="chat template"):
+        target.render(Prompt("chat", ({"role": "user", "content": "hello"},)))
+
+
+def test_the_fingerprint_follows_content_not_place(tmp_path, tiny_folder, tiny_target):
+    copy = tmp_path / "moved"
+    shutil.copytree(tiny_folder, copy)
+    settings = TargetSettings(model=str(copy), dtype="float32", device="cpu")
+    assert load_target(settings).facts.fingerprint == tiny_target.facts.fingerprint
+    (copy / "chat_template.jinja").write_text("{{ messages }}")
+    changed = load_target(settings).facts.fingerprint
+    differing = {key for key in changed if changed[key] != tiny_target.facts.fingerprint[key]}
+    assert differing == {"chat_template"}
+
+
+def test_tiny_config_is_what_the_cases_describe(tiny_folder):
+    config = AutoConfig.from_pretrained(tiny_folder)
+    assert (config.num_hidden_layers, config.hidden_size, config.vocab_size) == (4, 64, 512)
+    assert len(json.loads((tiny_folder / "tokenizer.json").read_text())["model"]["vocab"]) == 500
+    assert isinstance(config, LlamaConfig)
