@@ -124,7 +124,7 @@ class NgramDrafter:
     """n-gram (prompt) lookup: drafts cost nothing, so it is the baseline a head has to beat."""
 
     name = "ngram"
-    max_position = None
+    max_position: int | None = None
 
     def __init__(self, longest: int = 3) -> None:
         self.longest = longest

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from headstart.eval.settings import EvalSettings
+from headstart.eval.summary import plain_below_generate
 from headstart.heads.errors import GateFailed, WrongInput
 from headstart.heads.store import read_json
 
@@ -44,9 +45,19 @@ def failures(evals: dict[str, Any], settings: EvalSettings) -> list[str]:
                     f"accept_len {accept_len['value']} ({row['source']}, at most {accept_len['high']}) is below "
                     f"eval.min_accept_len = {settings.min_accept_len}"
                 )
+    if (agreed := (acceptance or {}).get("live_agreement")) and agreed["unexplained"]:
+        problems.append(
+            f"{len(agreed['unexplained'])} live replies took other steps than computed offline "
+            f"(first: prompt {agreed['unexplained'][0][:12]})"
+        )
     if (lossless := evals["lossless"]) is not None and lossless["verdict"] != "lossless":
         failed = [check["name"] for check in lossless["checks"] if check["verdict"] != "pass"]
         problems.append(f"losslessness is {lossless['verdict']!r} (checks that did not pass: {failed})")
+    if (speed := evals["speed"]) is not None and plain_below_generate(speed):
+        problems.append(
+            "plain decoding is slower than transformers.generate: speed-ups over it mean nothing (eval/speed.json, "
+            "`absolute`)"
+        )
     if (speed := evals["speed"]) is not None and settings.min_speedup > 0:
         kind = speed["checkpoint"]["kind"]
         values = [row["speedup"]["value"] for row in speed["rows"] if row["drafter"] == kind and row["speedup"]]

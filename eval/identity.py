@@ -75,9 +75,11 @@ class Rescorer:
         if position >= min(len(plain), len(other)):
             ended, went_on = (plain[position], None) if position < len(plain) else (None, other[position])
             return Divergence(prompt_id, position, ended, went_on, None, "bug")
+        a, b = plain[position], other[position]
+        if max(a, b) >= self.target.facts.num_tokens:  # an id that the tokenizer cannot produce
+            return Divergence(prompt_id, position, a, b, None, "bug")
         prefix = [*prompt, *plain[:position]]
         exact_V, run_V = self.logits(prefix), self.run_logits(prefix)
-        a, b = plain[position], other[position]
         gap = float(exact_V.max() - torch.minimum(exact_V[a], exact_V[b]))
         likely = exact_V.topk(min(NOISE_TOKENS, len(exact_V))).indices
         noise = float((run_V - exact_V)[likely].std())
@@ -91,7 +93,8 @@ def exact_copy(target: Target) -> Any | None:
     from transformers import AutoModelForCausalLM
 
     num_bytes = 8 * sum(p.numel() for p in target.model.parameters())
-    if num_bytes > 0.5 * os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"):
+    known = "SC_AVPHYS_PAGES" in os.sysconf_names  # where it is not, assume that a copy fits
+    if known and num_bytes > 0.5 * os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"):
         return None
     exact = AutoModelForCausalLM.from_config(target.model.config, dtype=torch.float64, attn_implementation="eager")
     exact.load_state_dict({name: tensor.cpu() for name, tensor in target.model.state_dict().items()})
