@@ -17,15 +17,15 @@ def check(recipe_text: str, overrides: list[str], dry_run: bool) -> None:
     """Check a recipe against its target and prompts; with `dry_run` also print what training it would do."""
     path = find_recipe(recipe_text)
     recipe = load_recipe(path, overrides)
-    ready_process(recipe)
+    threads = ready_process(recipe)
     from headstart.launch.check import check_recipe
 
-    facts = check_recipe(recipe, path, overrides)
+    checked = check_recipe(recipe, path, overrides)
     if dry_run:
         from headstart.launch.plan import print_plan
 
         print(dump_recipe(recipe, f"resolved from {path.name}"), flush=True)
-        print_plan(recipe, path, facts)
+        print_plan(recipe, path, checked, threads)
     else:
         print(f"{path} is fine; next: headstart train {recipe_text}")
 
@@ -40,7 +40,7 @@ def train(recipe_text: str, overrides: list[str], fresh: bool) -> None:
     run = RunFolder(Path(recipe.run.root).expanduser().resolve() / recipe.run.name)
     if not fresh:
         run.compare({"settings": training_settings(recipe)})
-    check_recipe(recipe, path, overrides)
+    check_recipe(recipe, path, overrides, render=False)  # the traffic stage measures the prompts it renders
     if fresh and run.folder.exists():
         with locked(run.folder):
             print(f"the old run is now {run.set_aside()}")

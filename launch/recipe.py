@@ -104,8 +104,21 @@ def line_number(problem: Problem) -> int:
 
 def describe(path: Path, problems: list[Problem]) -> str:
     number = f"{len(problems)} problem{'s' if len(problems) > 1 else ''}"
-    lines = "\n".join(f"  {problem}" for problem in sorted(problems, key=line_number))
+    lines = "\n".join(f"  {problem}".replace("\n", "\n    ") for problem in sorted(problems, key=line_number))
     return f"{number} in {path}:\n{lines}\n`headstart ls settings` lists every key with its default."
+
+
+def place_of(path: Path, overrides: list[str] | tuple[str, ...], dotted: str) -> str:
+    """Where the setting `dotted` (or the section it is in) was written; "defaults" where nobody wrote it."""
+    problems: list[Problem] = []
+    found: Found | None = read_yaml(path, problems)
+    for text in overrides:
+        found = override(found, text, problems) if found else None
+    where = "defaults"
+    for part in dotted.split("."):
+        found = found.value.get(part) if found is not None and isinstance(found.value, dict) else None
+        where = found.where if found is not None else where
+    return where
 
 
 def read_yaml(path: Path, problems: list[Problem]) -> Found:
@@ -122,8 +135,12 @@ def read_yaml(path: Path, problems: list[Problem]) -> Found:
     return root
 
 
-def parse(text: str, name: str, problems: list[Problem], line: bool = True) -> Found:
-    """YAML to located values; syntax errors and keys given twice are reported."""
+def parse(text: str, name: str, problems: list[Problem], base: Path | None = None) -> Found:
+    """YAML to located values; syntax errors and keys given twice are reported.
+
+    Text of the command line comes with its `base`, the current folder, and has no line numbers.
+    """
+    line = base is None
     loader = yaml.SafeLoader(text)
 
     def place(node: yaml.Node) -> str:
@@ -139,8 +156,8 @@ def parse(text: str, name: str, problems: list[Problem], line: bool = True) -> F
                 entries[key] = dataclasses.replace(located(value_node), where=place(key_node))
             return Found(entries, place(node))
         if isinstance(node, yaml.SequenceNode):
-            return Found([located(item) for item in node.value], place(node))
-        return Found(loader.construct_object(node), place(node))
+            return Found([located(item) for item in node.value], place(node), base)
+        return Found(loader.construct_object(node), place(node), base)
 
     try:
         node = loader.get_single_node()
@@ -163,7 +180,7 @@ def override(root: Found, text: str, problems: list[Problem]) -> Found:
     if not equals or not dotted.strip():
         problems.append(Problem(place, "", "expected key=value, such as train.num_steps=200"))
         return root
-    leaf = parse(value, place, problems, line=False)
+    leaf = parse(value, place, problems, base=Path.cwd())
 
     def laid_over(found: Found | None, parts: list[str]) -> Found:
         if not parts:
@@ -179,9 +196,19 @@ def to_dict(recipe: Recipe) -> dict[str, Any]:
     return dataclasses.asdict(recipe)
 
 
+class RecipeDumper(yaml.SafeDumper):
+    """Writes lists on one line, as people write them."""
+
+    def represent_list(self, data: Any) -> yaml.Node:
+        return self.represent_sequence("tag:yaml.org,2002:seq", data, flow_style=True)
+
+
+RecipeDumper.add_representer(list, RecipeDumper.represent_list)
+
+
 def dump_recipe(recipe: Recipe, comment: str) -> str:
     """The resolved recipe as a file that runs by itself, every setting written out."""
-    body = yaml.safe_dump(to_dict(recipe), sort_keys=False, allow_unicode=True, width=110)
+    body = yaml.dump(to_dict(recipe), Dumper=RecipeDumper, sort_keys=False, allow_unicode=True, width=110)
     comments = "".join(f"# {line}\n" for line in [*comment.splitlines(), f"headstart {__version__}"])
     return f"{comments}{FIRST_LINE}\n{body}{LAST_LINE}\n"
 

@@ -21,6 +21,8 @@ class Found:
 
     value: Any
     where: str
+    base: Path | None = None
+    """Folder that relative paths count from, where it is not the recipe's."""
 
 
 @dataclass(frozen=True)
@@ -193,7 +195,7 @@ class Builder:
 
     def _ruled(self, rule: Any, value: Any, found: Found, path: str) -> Any:
         if isinstance(rule, RecipePath):
-            return rule.resolve(value, self.base)
+            return rule.resolve(value, found.base or self.base)
         if isinstance(rule, Bounds) and not rule.admits(value):
             return self._report(found.where, path, f"found {show(found)}, expected {rule.expected()}")
         if isinstance(rule, Pattern) and not re.fullmatch(rule.expression, value):

@@ -126,6 +126,18 @@ def test_paths_count_from_the_recipe_and_names_stay_names(tmp_path: Path) -> Non
     assert load_recipe(write(tmp_path, "target: {model: org/name}")).target.model == "org/name"
 
 
+def test_paths_of_the_command_line_count_from_the_current_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = tmp_path / "here"
+    here.mkdir()
+    monkeypatch.chdir(here)
+    path = write(tmp_path, "prompts: {heldout: held.jsonl}\n")
+    recipe = load_recipe(path, ["prompts.sources=[mine.jsonl]"])
+    assert recipe.prompts.sources == [str(here / "mine.jsonl")]
+    assert recipe.prompts.heldout == str(tmp_path / "held.jsonl")
+
+
 def test_the_resolved_recipe_reads_back_equal_and_is_python_too(tmp_path: Path) -> None:
     recipe = load_recipe(write(tmp_path, "train: {learning_rate: 1.0e-5}\nhead: {taps: [1, 2]}\n"), ["run.seed=3"])
     resolved = write(tmp_path, dump_recipe(recipe, "resolved from mine.yaml"), "resolved.yaml")

@@ -1,0 +1,125 @@
+"""What does not fit the target or the prompts is found before anything is computed, all at once."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from headstart.heads.errors import WrongInput
+from headstart.launch.check import check_recipe
+from headstart.launch.recipe import find_recipe, load_recipe
+
+SCRIPTS = Path(sys.executable).parent
+
+
+def problems_of(path: Path, *overrides: str) -> str:
+    with pytest.raises(WrongInput) as caught:
+        check_recipe(load_recipe(path, overrides), path, list(overrides))
+    return str(caught.value)
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    """A recipe of four own prompts on the tiny target."""
+    (tmp_path / "mine.jsonl").write_text(
+        "".join(
+            f'{{"prompt": "What is the capital of country number {i} in {name}?"}}\n' for i, name in enumerate(NAMES)
+        )
+    )
+    (tmp_path / "held.jsonl").write_text('{"prompt": "Name three rivers that flow north."}\n')
+    path = tmp_path / "mine.yaml"
+    path.write_text(
+        "target: {model: tiny}\n"
+        "prompts: {sources: [mine.jsonl], heldout: held.jsonl, num_train: 0, num_validation: 1}\n"
+        "head: {draft_vocab_size: 128}\n"
+        "traffic: {max_new_tokens: 16}\n"
+    )
+    return path
+
+
+NAMES = ("old songs", "a blue atlas", "your notes", "the second book", "this list", "our game")
+
+
+def test_own_prompts_on_the_tiny_target_are_fine(recipe: Path) -> None:
+    checked = check_recipe(load_recipe(recipe), recipe, [])
+    assert checked.target.num_layers == 4
+    assert len(checked.prompt_tokens) == len(checked.prompts.prompts) == 7
+
+
+def test_everything_that_does_not_fit_the_target_is_reported_at_once(recipe: Path) -> None:
+    text = problems_of(recipe, "head.taps=[1, 5]", "head.draft_vocab_size=501", "target.device=nonsense")
+    assert text.startswith("3 problems in")
+    assert "head.taps: found [5], but the target has 4 layers" in text
+    assert "head.draft_vocab_size: found 501, but the target's tokenizer has 500 tokens" in text
+    assert "target.device: found 'nonsense'" in text
+
+
+def test_prompts_longer_than_the_limit_or_the_context_are_found(recipe: Path) -> None:
+    text = problems_of(recipe, "traffic.max_prompt_tokens=20")
+    assert "traffic.max_prompt_tokens: found 20, but 7 prompts are longer" in text
+    text = problems_of(recipe, "traffic.max_prompt_tokens=1020")
+    assert "the target's context is 1024; expected at most 1008" in text
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("target.model=nowhere/at-all", "target.model: found 'nowhere/at-all'"),
+        ("prompts.sources=[/nothing.jsonl]", "prompts.sources: found no file or folder /nothing.jsonl"),
+        ("prompts.routes=[poetry]", "poetry"),
+    ],
+)
+def test_missing_things_are_named(recipe: Path, override: str, expected: str) -> None:
+    assert expected in problems_of(recipe, override)
+
+
+def test_empty_prompt_files_are_refused(recipe: Path) -> None:
+    (recipe.parent / "mine.jsonl").write_text("")
+    assert "prompts" in problems_of(recipe)
+
+
+def test_a_tokenizer_without_chat_template_is_refused(recipe: Path, tiny_folder: Path) -> None:
+    bare = recipe.parent / "bare"
+    shutil.copytree(tiny_folder, bare)
+    (bare / "chat_template.jinja").unlink()
+    text = problems_of(recipe, f"target.model={bare}")
+    assert "without chat template" in text
+
+
+def test_a_folder_that_holds_no_model_is_refused(recipe: Path) -> None:
+    (recipe.parent / "empty").mkdir()
+    (recipe.parent / "empty" / "config.json").write_text("{}")
+    assert "holds no model that transformers reads" in problems_of(recipe, f"target.model={recipe.parent / 'empty'}")
+
+
+@pytest.mark.parametrize("name", ["smoke"])
+def test_built_in_recipes_on_built_in_targets_pass(name: str) -> None:
+    path = find_recipe(name)
+    check_recipe(load_recipe(path), path, [])
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        [sys.executable, "mine.yaml", "--dry-run"],
+        [str(SCRIPTS / "headstart"), "train", "mine.yaml", "--dry-run"],
+        [sys.executable, "-m", "headstart.launch", "mine.yaml", "--dry-run"],
+        [sys.executable, "-m", "accelerate.commands.launch", "--num_processes=1", "mine.yaml", "--dry-run"],
+    ],
+    ids=["python", "headstart", "module", "accelerate"],
+)
+def test_every_launcher_reads_the_recipe_and_takes_the_same_threads(command: list[str], tmp_path: Path) -> None:
+    recipe = tmp_path / "folder" / "mine.yaml"
+    recipe.parent.mkdir()
+    shutil.copy(find_recipe("smoke"), recipe)
+    recipe.write_text(recipe.read_text().replace("threads: 1 ", "threads: 0 "))
+    command = [part.replace("mine.yaml", str(recipe)) for part in command]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "model: tiny" in done.stdout
+    threads = next(line for line in done.stdout.splitlines() if line.startswith("  threads           "))
+    assert threads.split()[1] == str(len(os.sched_getaffinity(0)))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["folder"]  # a dry run writes nothing
