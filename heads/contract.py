@@ -91,6 +91,10 @@ class Head(nn.Module, ABC):
     def load_target(self, target: Any, initialise: bool) -> None:
         """Attach the target's frozen tensors (embedding) and, for a new head, initialise weights from the target's."""
 
+    def origins(self) -> dict[str, str]:
+        """Where each tensor's first value came from, for the table at the start of training; others are random."""
+        return {}
+
     def trained_tensors(self) -> dict[str, Tensor]:
         """Exactly what a checkpoint holds: trained parameters, never the frozen target's weights."""
         return {name: p for name, p in self.named_parameters() if p.requires_grad}

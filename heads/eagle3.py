@@ -111,12 +111,14 @@ class Eagle3(Head):
         self.register_buffer("draft_ids_V", draft_ids_V.to(torch.int64), persistent=False)
         # The target's embedding is borrowed: frozen, never saved, found again through `load_target`.
         self.register_buffer("embedding_VH", torch.empty(0, width), persistent=False)
+        self.initialised = False
 
     # What a checkpoint does not hold
 
     def load_target(self, target: Any, initialise: bool) -> None:
         self.embedding_VH = target.embedding_weight().detach()
-        if not initialise or not self.settings.init_from_target:
+        self.initialised = initialise and self.settings.init_from_target
+        if not self.initialised:
             return
         source = {name: tensor.float() for name, tensor in target.last_layer().items()}
         width = self.facts.hidden_size
@@ -136,6 +138,27 @@ class Eagle3(Head):
                     getattr(self.midlayer.mlp, name).weight.copy_(source[f"mlp.{name}.weight"])
             self.norm.weight.copy_(target.final_norm_weight().float())
             self.lm_head.weight.copy_(target.output_weight()[self.draft_ids_V.to(target.device)].float())
+
+    def origins(self) -> dict[str, str]:
+        borrowed = {"embedding_VH": "target's embedding", "draft_ids_V": "traffic"}
+        if not self.initialised:
+            return borrowed
+        sources = {
+            "fc.": "random + newest tap",
+            "midlayer.self_attn.o_proj": "target's last layer",
+            "midlayer.self_attn": "target's last layer, random embedding half",
+            "midlayer.hidden_norm": "target's last layer",
+            "midlayer.post_attention_layernorm": "target's last layer",
+            "norm": "target's final norm",
+            "lm_head": "target's output rows",
+        }
+        if (self.settings.intermediate_size or self.facts.intermediate_size) == self.facts.intermediate_size:
+            sources["midlayer.mlp"] = "target's last layer"
+        names = {
+            name: [source for start, source in sources.items() if name.startswith(start)]
+            for name in self.trained_tensors()
+        }
+        return borrowed | {name: found[0] for name, found in names.items() if found}
 
     # Shared by both methods
 

@@ -112,7 +112,7 @@ class _FusedPairLoss(torch.autograd.Function):
     """Chunk by chunk: logits, loss, and both gradients at once, so that no logits outlive their chunk."""
 
     @staticmethod
-    def forward(ctx, state_SDH, weight_VH, rollout, batch, teacher, loss, normaliser, sums):  # type: ignore[no-untyped-def]
+    def forward(ctx, state_SDH, weight_VH, rollout, batch, teacher, loss, normaliser, sums):
         charge = _Charge(state_SDH, weight_VH, rollout, batch, teacher, loss, normaliser, sums)
         with torch.autocast(state_SDH.device.type, enabled=False):
             for first in range(0, charge.num_columns, charge.rows):
@@ -121,7 +121,7 @@ class _FusedPairLoss(torch.autograd.Function):
         return charge.total()
 
     @staticmethod
-    def backward(ctx, grad):  # type: ignore[no-untyped-def]
+    def backward(ctx, grad):
         state_grad_SDH, weight_grad_VH = ctx.gradients
         del ctx.gradients
         return state_grad_SDH.mul_(grad), weight_grad_VH.mul_(grad), None, None, None, None, None, None

@@ -1,0 +1,155 @@
+"""Laws of stopping and going on: checkpoints, resume, and the record of metrics."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import asdict, replace
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from headstart.heads.checkpoint import load_head
+from headstart.heads.errors import WrongInput
+from headstart.trainer.checkpoint import optimizer_tensors, pointed, rehearse
+from headstart.trainer.data import TrainingRows
+from headstart.trainer.metrics import METRICS, MetricsFile, read_metrics
+from tests.small_training import SETTINGS, SmallTarget, make_head, make_lengths, make_paths, make_rows, open_job, run
+
+
+def assert_same_weights(head, other):
+    for (name, a), b in zip(head.trained_tensors().items(), other.trained_tensors().values(), strict=True):
+        assert torch.equal(a, b), name
+
+
+class StopsAt(TrainingRows):
+    """Rows during whose step k the user presses Ctrl-C."""
+
+    def batch(self, step, *share):
+        if step == self.stop_step:
+            os.kill(os.getpid(), signal.SIGINT)
+        return super().batch(step, *share)
+
+
+def comparable(folder):
+    """Lines of metrics.jsonl without what a clock decides."""
+    return [
+        {k: v for k, v in line.items() if k not in ("time", "train/tokens_per_s")}
+        for line in read_metrics(folder / METRICS)
+    ]
+
+
+def test_resume_equals_never_stopped(tmp_path):
+    unbroken, progress = run(tmp_path / "unbroken")
+    paths, features = make_paths(make_lengths(14))
+    for stop_step in (4, 9, 16):
+        rows = StopsAt(paths, features, SETTINGS.batch_tokens, 0)
+        rows.stop_step = stop_step
+        with pytest.raises(KeyboardInterrupt):
+            run(tmp_path / "broken", rows=rows)
+        last = pointed(tmp_path / "broken" / "checkpoints", "last")
+        assert last.name == f"step-{stop_step:06d}"
+    head, again = run(tmp_path / "broken", head=make_head(seed=5))
+    assert_same_weights(head, unbroken)
+    assert comparable(tmp_path / "broken") == comparable(tmp_path / "unbroken")
+    assert asdict(again) == asdict(progress)
+    for name in ("optimizer.safetensors",):
+        a, b = (
+            load_file(tmp_path / run_ / "checkpoints/step-000024/trainer" / name) for run_ in ("broken", "unbroken")
+        )
+        assert a.keys() == b.keys()
+        assert all(torch.equal(a[key], b[key]) for key in a)
+
+
+def test_killed_training_ends_bit_equal(tmp_path):
+    """`kill -9` of a real process at two moments; the rerun continues from `last`."""
+    folder, steps = tmp_path / "killed", 60
+    command = [sys.executable, "-m", "tests.small_training", str(folder), str(steps)]
+    for kill_after in (1, 38):
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+        while (
+            process.poll() is None and max((x["step"] for x in read_metrics(folder / METRICS)), default=0) < kill_after
+        ):
+            time.sleep(0.01)
+        process.kill()
+        process.wait()
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    settings = replace(SETTINGS, num_steps=steps, log_every=1)
+    unbroken, _ = run(tmp_path / "unbroken", settings)
+    final = load_file(folder / "checkpoints/step-000060/head.safetensors")
+    assert all(torch.equal(final[name], tensor) for name, tensor in unbroken.trained_tensors().items())
+    assert comparable(folder) == comparable(tmp_path / "unbroken")
+    assert not list((folder / "checkpoints").glob(".*.tmp"))
+
+
+def test_resume_with_other_settings_names_the_field(tmp_path):
+    run(tmp_path, replace(SETTINGS, num_steps=6))
+    with pytest.raises(WrongInput, match=r"train\.learning_rate: 0\.004 in the checkpoint, 0\.001 now"):
+        run(tmp_path, replace(SETTINGS, num_steps=6, learning_rate=1e-3))
+    with pytest.raises(WrongInput, match=r"head\.norm_output"):
+        run(tmp_path, replace(SETTINGS, num_steps=6), head=make_head(norm_output=True))
+    with pytest.raises(WrongInput, match="paths"):
+        run(tmp_path, replace(SETTINGS, num_steps=6), rows=make_rows(num=9))
+    run(tmp_path, replace(SETTINGS, num_steps=6, log_every=1, save_every=2))  # free to change
+
+
+def test_metrics_go_up_and_a_resume_cuts_what_its_checkpoint_does_not_hold(tmp_path):
+    metrics = MetricsFile(tmp_path / METRICS)
+    for step in (0, 10, 20, 30):
+        metrics.write(step, 100 * step, {"train/loss": float("nan")})
+    with pytest.raises(ValueError, match="step 30 after step 30"):
+        metrics.write(30, 0, {})
+    with metrics.path.open("a") as handle:
+        handle.write('{"step": 40, "half a li')
+    again = MetricsFile(tmp_path / METRICS)
+    assert [line["step"] for line in again.cut(20)] == [0, 10, 20]
+    again.write(25, 2500, {"train/loss": 1.0})
+    lines = [json.loads(text) for text in metrics.path.read_text().splitlines()]
+    assert [line["step"] for line in lines] == [0, 10, 20, 25]
+    assert list(lines[0]) == ["step", "time", "stage", "tokens", "train/loss"]
+    assert lines[0]["train/loss"] is None
+
+
+# Checkpoints
+
+
+def test_a_checkpoint_holds_what_was_trained_and_nothing_frozen(tmp_path):
+    head, _ = run(tmp_path)
+    checkpoints = tmp_path / "checkpoints"
+    names = {path.name for path in checkpoints.rglob("*") if path.is_file()}
+    assert names == {"head.safetensors", "head.json", "state.json", "optimizer.safetensors", "last", "best"}
+    last = pointed(checkpoints, "last")
+    saved = load_file(last / "head.safetensors")
+    assert saved.keys() == {*head.trained_tensors(), "draft_ids"}
+    assert all(torch.equal(saved[name], tensor) for name, tensor in head.trained_tensors().items())
+    start = make_head().trained_tensors()
+    assert all(not torch.equal(saved[name], tensor) for name, tensor in start.items())
+    frozen = SmallTarget()
+    for tensor in (frozen.embedding, frozen.output):
+        assert all(tensor.shape != other.shape or not torch.equal(tensor, other) for other in saved.values())
+    again = load_head(last, frozen)
+    assert_same_weights(again, head)
+
+
+def test_last_best_and_the_newest_are_kept(tmp_path):
+    _, progress = run(tmp_path)
+    checkpoints = tmp_path / "checkpoints"
+    kept = sorted(path.name for path in checkpoints.glob("step-*"))
+    best, last = pointed(checkpoints, "best"), pointed(checkpoints, "last")
+    measured = {line["step"]: line["accept_len"] for line in read_metrics(tmp_path / METRICS) if "accept_len" in line}
+    assert last.name == "step-000024"
+    assert best.name == f"step-{progress.best_step:06d}"
+    assert measured[progress.best_step] == max(v for step, v in measured.items() if step)
+    assert set(kept) <= {"step-000020", "step-000024", best.name, last.name}
+
+
+def test_rehearsal_leaves_no_trace(tmp_path):
+    job = open_job()
+    before = {name: p.clone() for name, p in job.head.trained_tensors().items()}
+    assert rehearse(tmp_path, job.head, job.optimizer, job.identity) > 0
+    assert all(torch.equal(before[name], p) for name, p in job.head.trained_tensors().items())
+    assert not optimizer_tensors(job.head, job.optimizer)
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,218 @@
+"""Checkpoints: a folder that appears whole or not at all, describes itself, and holds no pickle.
+
+checkpoints/step-000500/head.safetensors, head.json         the head alone (heads.checkpoint)
+checkpoints/step-000500/trainer/state.json                  position, counters, and the identity of the run
+checkpoints/step-000500/trainer/optimizer.safetensors       moments by parameter name, and the random state
+checkpoints/last, checkpoints/best                          text files with a folder name
+"""
+
+import os
+import shutil
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from headstart.heads.checkpoint import WEIGHTS, save_head
+from headstart.heads.contract import Head
+from headstart.heads.errors import WrongInput
+from headstart.heads.store import atomic_path, read_json, write_json
+
+STATE_SCHEMA = "headstart.trainer/1"
+RANDOM_STATE = "random_state"
+
+
+@dataclass
+class Progress:
+    """Where training stands: everything besides tensors that a resume needs."""
+
+    step: int = 0
+    tokens: int = 0  # real slots of all steps so far
+    num_skipped: int = 0  # steps with a non-finite loss or gradient
+    num_skipped_in_a_row: int = 0
+    best_step: int = 0  # 0: none measured yet
+    best_accept_len: float = 0.0
+    window: dict[str, list[float]] = field(default_factory=dict)  # sums since the last line of metrics.jsonl
+
+    def advance(self, num_tokens: int, skipped: bool) -> None:
+        self.step += 1
+        self.tokens += num_tokens
+        self.num_skipped += skipped
+        self.num_skipped_in_a_row = self.num_skipped_in_a_row + 1 if skipped else 0
+
+    def is_best(self, accept_len: float | None) -> bool:
+        """Take note of a measured accept_len (nan or None: not measurable); whether it is the best so far."""
+        if accept_len is None or not accept_len > self.best_accept_len:
+            return False
+        self.best_step, self.best_accept_len = self.step, accept_len
+        return True
+
+
+def checkpoint_name(step: int) -> str:
+    return f"step-{step:06d}"
+
+
+def save_checkpoint(
+    folder: Path, head: Head, optimizer: torch.optim.Optimizer, progress: Progress, identity: dict[str, Any]
+) -> Path:
+    """Write `folder`/step-N under a temporary name, flush it to the disk, and rename it.
+
+    Args:
+        folder: the run's `checkpoints` folder.
+        identity: what must be equal for a resume to be exact; flat, JSON values.
+
+    Returns:
+        The checkpoint's folder. `last` is not moved: see `point`.
+    """
+    final = folder / checkpoint_name(progress.step)
+    temporary = folder / f".{final.name}.{os.getpid()}.tmp"
+    shutil.rmtree(temporary, ignore_errors=True)
+    (temporary / "trainer").mkdir(parents=True)
+    save_head(temporary, head, step=progress.step)
+    tensors = optimizer_tensors(head, optimizer)
+    tensors[RANDOM_STATE] = torch.get_rng_state()
+    save_file(tensors, temporary / "trainer" / "optimizer.safetensors")
+    state = {"schema": STATE_SCHEMA, **vars(progress), "identity": identity}
+    write_json(temporary / "trainer" / "state.json", state)
+    for path in sorted(temporary.rglob("*")):
+        _flush(path)
+    if final.exists():  # left by a process that was killed before it moved `last`
+        stale = folder / f".{final.name}.stale.{os.getpid()}.tmp"
+        final.rename(stale)
+        shutil.rmtree(stale, ignore_errors=True)
+    temporary.rename(final)
+    _flush(folder)
+    return final
+
+
+def load_checkpoint(
+    checkpoint: Path, head: Head, optimizer: torch.optim.Optimizer, identity: dict[str, Any]
+) -> Progress:
+    """Put a checkpoint into a head and an optimiser of the same run.
+
+    Raises:
+        WrongInput: the checkpoint's identity differs (the fields are named), or its tensors are not the head's.
+    """
+    state = read_json(checkpoint / "trainer" / "state.json")
+    differing = differing_fields(state["identity"], identity)
+    if state["schema"] != STATE_SCHEMA or differing:
+        listed = "\n".join(f"  {name}: {old!r} in the checkpoint, {new!r} now" for name, old, new in differing)
+        raise WrongInput(
+            f"{checkpoint}: this checkpoint cannot be continued exactly:\n{listed or state['schema']}\n"
+            "Set the old values, or start another run with run.name=NEW."
+        )
+    saved = load_file(checkpoint / WEIGHTS)
+    draft_ids_V = saved.pop("draft_ids", torch.empty(0, dtype=torch.int64))
+    trained = head.trained_tensors()
+    if saved.keys() != trained.keys() or not torch.equal(draft_ids_V, head.draft_ids_V.cpu()):
+        raise WrongInput(f"{checkpoint}: {WEIGHTS} holds other tensors or another draft vocabulary than this head.")
+    with torch.no_grad():
+        for name, parameter in trained.items():
+            parameter.copy_(saved[name])
+    tensors = load_file(checkpoint / "trainer" / "optimizer.safetensors")
+    torch.set_rng_state(tensors.pop(RANDOM_STATE))
+    load_optimizer(head, optimizer, tensors)
+    return Progress(**{name: state[name] for name in vars(Progress())})
+
+
+def rehearse(folder: Path, head: Head, optimizer: torch.optim.Optimizer, identity: dict[str, Any]) -> int:
+    """Save and reload everything before the first step, so that no run learns hours later that it cannot be kept.
+
+    Moments exist once a step is taken: a step at rate 0 on zero gradients makes them and leaves the weights alone.
+
+    Returns:
+        Size of a checkpoint in bytes.
+
+    Raises:
+        AssertionError: what was loaded is not what was saved.
+    """
+    trained = head.trained_tensors()
+    rates = [group["lr"] for group in optimizer.param_groups]
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+    for parameter in trained.values():
+        parameter.grad = torch.zeros_like(parameter)
+    before = {name: parameter.detach().clone() for name, parameter in trained.items()}
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    moments = optimizer_tensors(head, optimizer)
+    rehearsal = folder / ".step-rehearsal.tmp"
+    checkpoint = save_checkpoint(rehearsal, head, optimizer, Progress(), identity)
+    size = sum(path.stat().st_size for path in checkpoint.rglob("*") if path.is_file())
+    load_checkpoint(checkpoint, head, optimizer, identity)
+    shutil.rmtree(rehearsal)
+    again = optimizer_tensors(head, optimizer)
+    if not all(torch.equal(before[name], trained[name]) for name in before) or not all(
+        torch.equal(moments[name], again[name]) for name in moments
+    ):
+        raise AssertionError("a checkpoint that was saved and loaded again is not the same head and optimiser")
+    optimizer.state.clear()
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
+    return size
+
+
+def optimizer_tensors(head: Head, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """The optimiser's state under `<parameter name>.<state name>`."""
+    return {
+        f"{name}.{key}": value.detach().cpu().contiguous()
+        for name, parameter in head.trained_tensors().items()
+        for key, value in optimizer.state.get(parameter, {}).items()
+    }
+
+
+def load_optimizer(head: Head, optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor]) -> None:
+    """The inverse of `optimizer_tensors`; the learning rate is a function of the step and not part of the state."""
+    optimizer.state.clear()
+    for name, parameter in head.trained_tensors().items():
+        own = {key.removeprefix(f"{name}."): key for key in tensors if key.rpartition(".")[0] == name}
+        if own:
+            # A fused optimiser keeps its step count beside the moments, on the parameter's device.
+            optimizer.state[parameter] = {
+                key: tensors[full].to(parameter.device, copy=True) for key, full in own.items()
+            }
+
+
+def differing_fields(old: dict[str, Any], new: dict[str, Any]) -> list[tuple[str, Any, Any]]:
+    return [(name, old.get(name), new.get(name)) for name in sorted({*old, *new}) if old.get(name) != new.get(name)]
+
+
+def point(folder: Path, name: str, checkpoint: Path) -> None:
+    """Let `last` or `best` name a checkpoint."""
+    with atomic_path(folder / name) as temporary:
+        temporary.write_text(checkpoint.name + "\n", encoding="utf-8")
+
+
+def pointed(folder: Path, name: str) -> Path | None:
+    """The checkpoint that `last` or `best` names."""
+    path = folder / name
+    if not path.exists():
+        return None
+    checkpoint = folder / path.read_text(encoding="utf-8").strip()
+    return checkpoint if checkpoint.is_dir() else None
+
+
+def prune(folder: Path, keep: int) -> None:
+    """Delete all but the newest `keep` checkpoints and what `last` and `best` name."""
+    kept = {pointed(folder, "last"), pointed(folder, "best")}
+    checkpoints = sorted(path for path in folder.glob("step-*") if path.is_dir())
+    for path in checkpoints[: max(0, len(checkpoints) - keep)]:
+        if path not in kept:
+            shutil.rmtree(path)
+
+
+def sweep(folder: Path) -> None:
+    """Remove what a killed process left half written. The run's lock has kept every other writer out."""
+    for path in folder.glob(".step-*.tmp"):
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def _flush(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,37 @@
+"""Ctrl-C and a polite kill end training between two steps, with a checkpoint."""
+
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+class Interruption:
+    """Whether the user asked to stop. The first signal waits for the step's end, the second one does not."""
+
+    def __init__(self) -> None:
+        self.requested = False
+
+    def handle(self, number: int, frame: FrameType | None) -> None:
+        if self.requested:
+            raise KeyboardInterrupt
+        self.requested = True
+        print(f"\n{signal.Signals(number).name}: saving after this step; once more stops at once", flush=True)
+
+
+@contextmanager
+def interruption() -> Iterator[Interruption]:
+    """Catch the signals while training runs. Outside the main thread signals cannot be caught and act as usual."""
+    state = Interruption()
+    if threading.current_thread() is not threading.main_thread():
+        yield state
+        return
+    previous = {number: signal.signal(number, state.handle) for number in SIGNALS}
+    try:
+        yield state
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)

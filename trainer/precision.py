@@ -1,0 +1,38 @@
+"""Which precision the matrix products of training run in, and why."""
+
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class Precision:
+    """Weights, optimiser, softmax and sums are float32 in any case; this is about products."""
+
+    dtype: torch.dtype
+    reason: str
+
+    def autocast(self, device: torch.device) -> AbstractContextManager[None]:
+        return torch.autocast(device.type, dtype=torch.bfloat16, enabled=self.dtype == torch.bfloat16)
+
+
+def choose_precision(name: str, device: torch.device) -> Precision:
+    """`auto` takes bfloat16 where the processor multiplies it natively; elsewhere it is emulated and slower."""
+    if name != "auto":
+        return Precision({"float32": torch.float32, "bfloat16": torch.bfloat16}[name], "train.dtype")
+    if device.type == "cuda":
+        native, where = torch.cuda.is_bf16_supported(including_emulation=False), torch.cuda.get_device_name(device)
+    elif device.type == "cpu":
+        native, where = cpu_has_bfloat16(), "this CPU"
+    else:
+        native, where = False, device.type
+    if native:
+        return Precision(torch.bfloat16, f"{where} multiplies bfloat16 natively")
+    return Precision(torch.float32, f"{where} has no native bfloat16 products")
+
+
+def cpu_has_bfloat16() -> bool:
+    """AVX512-BF16 or AMX; torch's own answer (`mkldnn` support) is true for emulation as well."""
+    probes = (getattr(torch.cpu, name, None) for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported"))
+    return any(probe() for probe in probes if probe is not None)
