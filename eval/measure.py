@@ -252,7 +252,7 @@ def measure_live(
     generated: list[list[int]] = []
     for begin in range(0, len(prompts[few]), batch):
         generated += generate(target, prompts[few][begin : begin + batch], limit)
-    checks = []
+    checks: list[dict[str, Any]] = []
     for (against, draft_length), tokens in replies.items():
         reference = generated if against == "generate" else recorded
         num = len(tokens)
@@ -268,6 +268,7 @@ def measure_live(
                 batch=batch,
             )
         )
+        checks[-1]["drafter"] = head.kind if draft_length else "plain"
     by_id = {reply.prompt_id: reply for reply in offline}
     return rows, checks, agreement(subject, paths, [by_id[i] for i in prompt_ids], live)
 

@@ -141,7 +141,7 @@ def lossless_text(lossless: dict[str, Any]) -> str:
         bugs = len(check["divergences"]) - ties
         lines.append(
             [
-                check.get("drafter", "head" if check["draft_length"] else "plain"),
+                check.get("drafter", "-"),
                 check.get("against", "-"),
                 check["dtype"],
                 str(check["draft_length"]),

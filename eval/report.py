@@ -1,0 +1,320 @@
+"""report.md of a run: its figures in tables, two plots, and how to read them. Made from files only; nothing is measured."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from headstart.eval.summary import (
+    find_rows,
+    interval_text,
+    number_text,
+    plain_below_generate,
+    routes_lost_to_ngram,
+)
+from headstart.heads.errors import WrongInput
+from headstart.heads.store import atomic_path, read_json
+
+REPORT = "report.md"
+ACCEPTANCE_PLOT, TRAINING_PLOT = "acceptance.png", "training.png"
+
+HOW_TO_READ = """\
+## How to read this
+
+- **accept_len** is emitted tokens / target steps, the target's own corrected or bonus token included. 1 means that drafts
+  never help, draft length + 1 is the most there can be. The first token of a reply comes from reading the prompt: it is
+  no step and no token. Tokens after a stop or limit do not count, and a draft beyond the reply's end is not judged.
+- **a_k** is the share of drafts at position k (the first is 0) that were accepted, among those that were judged because
+  all before them were accepted. Serving engines report s_k = a_0 x .. x a_k instead, and count the last block whole.
+- **offline** is exact for the recorded replies: the steps a live run takes are summed over with their probabilities, so
+  no draft is sampled and nothing is averaged over starts that serving never meets. **live** decoded the prompts for real.
+- **[low, high]** is a 95 % interval from drawing the prompts anew with replacement: what other prompts of the same kind
+  would give. It does not cover other kinds of prompts.
+- **lossless** is a verdict: replies with the head are token for token the target's own, or part where two tokens' logits
+  are equal but for rounding (each such place was scored again in float64 and is listed in `eval/lossless.json`).
+- **speedup** is tokens/s with the head over tokens/s of plain decoding by the same code at draft length 0, in the same
+  process, dtype and cache, timed in turns. Values below 1 are slowdowns and are shown.
+- **n-gram lookup** drafts by repeating what followed the same words earlier. It costs nothing to train or run, so a head
+  has to beat it; replies that repeat themselves flatter it (the share of repeated 8-grams stands beside it).
+"""
+
+
+def write_report(run: Path) -> Path:
+    """Write `report.md` and its plots into a run folder from `eval/*.json` and `metrics.jsonl`.
+
+    Raises:
+        WrongInput: nothing was measured yet.
+    """
+    files = {name: run / "eval" / f"{name}.json" for name in ("acceptance", "lossless", "speed")}
+    results = {name: read_json(file) if file.exists() else None for name, file in files.items()}
+    if results["acceptance"] is None:
+        raise WrongInput(f"{run}: found no eval/acceptance.json.\nMeasure the run first: headstart eval {run}")
+    acceptance, curve = results["acceptance"], read_curve(run / "metrics.jsonl")
+    plot_acceptance(acceptance, run / ACCEPTANCE_PLOT)
+    parts = [
+        headline(results),
+        acceptance_part(acceptance),
+        f"![Acceptance by position]({ACCEPTANCE_PLOT})\n\nShare of judged drafts that were accepted, by position; bars "
+        "are 95 % intervals over prompts.",
+        route_part(acceptance),
+        lossless_part(results["lossless"]),
+        speed_part(results["speed"]),
+    ]
+    if curve:
+        plot_training(curve, run / TRAINING_PLOT)
+        parts.append(
+            f"## Training\n\n![accept_len during training]({TRAINING_PLOT})\n\naccept_len on the validation replies, which "
+            "choose the checkpoint; the figures above are of held-out replies, which choose nothing."
+        )
+    parts += [HOW_TO_READ, provenance(acceptance, results["speed"])]
+    path = run / REPORT
+    with atomic_path(path) as temporary:
+        temporary.write_text("\n\n".join(part.strip() for part in parts if part) + "\n", encoding="utf-8")
+    return path
+
+
+def main_row(acceptance: dict[str, Any], drafter: str, source: str = "offline") -> dict[str, Any] | None:
+    """The row over all prompts at the reported draft length: the live run's, else the longest measured."""
+    live = find_rows(acceptance, source="live", counting="reply", route="all")
+    rows = find_rows(acceptance, source=source, drafter=drafter, counting="reply", route="all", draft="greedy")
+    if live:
+        rows = [row for row in rows if row["draft_length"] == live[0]["draft_length"]] or rows
+    return max(rows, key=lambda row: row["draft_length"], default=None)
+
+
+def headline(results: dict[str, Any]) -> str:
+    acceptance, lossless, speed = results["acceptance"], results["lossless"], results["speed"]
+    checkpoint, target = acceptance["checkpoint"], acceptance["target"]
+    kind = checkpoint["kind"]
+    row = main_row(acceptance, kind)
+    lines = [f"# {kind} head for {target['name']}, step {checkpoint['step']}", ""]
+    if row is not None:
+        lines.append(
+            f"- A target step emits {interval_text(row['accept_len'])} tokens at draft length {row['draft_length']} "
+            f"({row['num_prompts']} held-out prompts, {row['num_tokens']} tokens; without a head it emits 1)."
+        )
+    if lossless is not None:
+        lines.append(f"- Output: {lossless['verdict']}.")
+    best = best_speed(speed)
+    if best is not None:
+        lines.append(
+            f"- Speedup at concurrency 1: {interval_text(best['speedup'])} at draft length {best['draft_length']} in "
+            f"{best['dtype']} ({number_text(best['plain_tokens_per_s'])} to {number_text(best['tokens_per_s'])} tokens/s)."
+        )
+    return "\n".join(lines)
+
+
+def best_speed(speed: dict[str, Any] | None) -> dict[str, Any] | None:
+    """The head's row with the largest speed-up."""
+    if speed is None:
+        return None
+    kind = speed["checkpoint"]["kind"]
+    rows = [row for row in speed["rows"] if row["drafter"] == kind and row["speedup"]["value"] is not None]
+    return max(rows, key=lambda row: row["speedup"]["value"], default=None)
+
+
+def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def acceptance_part(acceptance: dict[str, Any]) -> str:
+    rows = [row for row in acceptance["rows"] if row["route"] == "all" and row["context"] == "all"]
+    depth = max(row["draft_length"] for row in rows)
+    header = ["drafter", "source", "counting", "draft length", "accept_len", *(f"a_{k}" for k in range(depth))]
+    header += ["uniform starts", "product of marginals"]
+    lines = [
+        [
+            row["drafter"] + ("" if row["draft"] == "greedy" else f" ({row['draft']})"),
+            row["source"],
+            row["counting"],
+            str(row["draft_length"]),
+            interval_text(row["accept_len"]),
+            *(interval_text(a) for a in row["conditional"]),
+            *[""] * (depth - row["draft_length"]),
+            number_text(row["uniform_start_estimate"], 2),
+            number_text(row["product_of_marginals"], 2),
+        ]
+        for row in rows
+    ]
+    text = (
+        "## Acceptance\n\n"
+        + markdown_table(header, lines)
+        + "\n\nThe last two columns are the customary estimates, which "
+        "let drafting start anywhere; real steps begin where the last draft failed, so they report too much."
+    )
+    if agreed := acceptance.get("live_agreement"):
+        text += (
+            f"\n\nLive replies that took exactly the steps computed offline: {agreed['num_equal']} of "
+            f"{agreed['num_replies']} ({agreed['num_draft_ties']} part at a tie of draft logits, "
+            f"{agreed['num_other_tokens']} have other tokens, {len(agreed['unexplained'])} are unexplained)."
+        )
+    return text
+
+
+def route_part(acceptance: dict[str, Any]) -> str:
+    kind = acceptance["checkpoint"]["kind"]
+    row = main_row(acceptance, kind)
+    if row is None:
+        return ""
+    length = row["draft_length"]
+    common = {"source": "offline", "draft": "greedy", "draft_length": length}
+    lookup = {r["route"]: interval_text(r["accept_len"]) for r in find_rows(acceptance, drafter="ngram", **common)}
+    repeated = acceptance.get("repeated_8grams", {})
+    lines = [
+        [
+            r["route"],
+            str(r["num_prompts"]),
+            interval_text(r["accept_len"]),
+            lookup.get(r["route"], "-"),
+            "-" if repeated.get(r["route"]) is None else f"{repeated[r['route']]:.1%}",
+        ]
+        for r in find_rows(acceptance, drafter=kind, **common)
+    ]
+    header = ["route", "prompts", f"accept_len, {kind}", "accept_len, n-gram lookup", "repeated 8-grams"]
+    text = f"## By route, draft length {length}\n\n" + markdown_table(header, lines)
+    if lookup:
+        lost = routes_lost_to_ngram(acceptance, length)
+        text += f"\n\nRoutes where the head loses to n-gram lookup: {', '.join(lost) or 'none'}."
+    return text
+
+
+def lossless_part(lossless: dict[str, Any] | None) -> str:
+    if lossless is None:
+        return "## Output\n\nNot measured."
+    lines = []
+    for check in lossless["checks"]:
+        ties = sum(d["verdict"] == "tie" for d in check["divergences"])
+        lines.append(
+            [
+                check["name"],
+                check.get("drafter", "-"),
+                check.get("against", "-"),
+                check["dtype"],
+                str(check["draft_length"]),
+                f"{check['num_samples'] - len(check['divergences'])} of {check['num_samples']}",
+                str(check["num_tokens"]),
+                f"{ties} ties, {len(check['divergences']) - ties} bugs",
+                check["verdict"],
+            ]
+        )
+    header = [
+        "check",
+        "drafter",
+        "against",
+        "dtype",
+        "draft length",
+        "equal replies",
+        "tokens",
+        "differences",
+        "verdict",
+    ]
+    return f"## Output: {lossless['verdict']}\n\n" + markdown_table(header, lines)
+
+
+def speed_part(speed: dict[str, Any] | None) -> str:
+    if speed is None or not speed["rows"]:
+        return "## Speed\n\nNot measured."
+    absolute, hardware = speed["absolute"], speed["hardware"]
+    lines = [
+        [
+            row["engine"],
+            row["drafter"],
+            row["dtype"],
+            str(row["concurrency"]),
+            str(row["draft_length"]),
+            number_text(row["plain_tokens_per_s"]),
+            number_text(row["tokens_per_s"]),
+            interval_text(row["speedup"]),
+            number_text(row["predicted_speedup"], 2),
+            number_text(row["cost_ratio"], 2),
+            f"{row['num_near_ties']} of {row['num_divergences']}",
+        ]
+        for row in speed["rows"]
+    ]
+    header = ["engine", "drafter", "dtype", "concurrency", "draft length", "plain tokens/s", "tokens/s", "speedup"]
+    header += ["predicted", "c", "near ties of differing replies"]
+    text = [
+        "## Speed",
+        f"On {hardware['gpu'] or hardware['cpu']}, {hardware['cores']} cores, {speed['rows'][0]['threads']} threads. "
+        f"Plain decoding {number_text(absolute['plain_tokens_per_s'])} tokens/s, transformers.generate "
+        f"{number_text(absolute['generate_tokens_per_s'])}, reading the weights once a token would allow "
+        f"{number_text(absolute['memory_bandwidth_bound_tokens_per_s'])}.",
+        markdown_table(header, lines),
+        "`c` is one draft step / one plain target step; `predicted` is accept_len over the measured cost of a step with "
+        "drafts.",
+    ]
+    if plain_below_generate(speed):
+        text.append("**Plain decoding is slower than transformers.generate here: no speedup above counts.**")
+    for advice in speed["recommended"]:
+        off = f" Leave it off for: {', '.join(advice['routes_off'])}." if advice["routes_off"] else ""
+        flags = f" `{advice['flags']}`" if advice["flags"] else ""
+        text.append(f"Recommended at concurrency 1: draft length {advice['draft_length']}.{off}{flags}")
+    return "\n\n".join(text)
+
+
+def provenance(acceptance: dict[str, Any], speed: dict[str, Any] | None) -> str:
+    checkpoint, prompts = acceptance["checkpoint"], acceptance["prompts"]
+    lines = [
+        f"- head: {checkpoint['kind']}, step {checkpoint['step']}, sha256 {checkpoint['sha256']}",
+        f"- target: {acceptance['target']['name']}, fingerprint {acceptance['target']['fingerprint']}",
+        f"- prompts: {prompts['name']}, sha256 {prompts['sha256']}, replies of at most {prompts['max_new_tokens']} tokens",
+    ]
+    if speed is not None:
+        lines.append("- versions: " + ", ".join(f"{k} {v}" for k, v in speed["hardware"]["versions"].items()))
+    return "## Made from\n\n" + "\n".join(lines)
+
+
+def read_curve(path: Path) -> list[dict[str, Any]]:
+    """The lines of metrics.jsonl on which acceptance was measured."""
+    if not path.exists():
+        return []
+    lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    return [line for line in lines if line.get("accept_len") is not None]
+
+
+def plot_acceptance(acceptance: dict[str, Any], path: Path) -> None:
+    """Conditional acceptance by position with intervals: the head offline and live, n-gram lookup beside it."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(6, 3.6), layout="constrained")
+    axes = figure.add_subplot()
+    kind = acceptance["checkpoint"]["kind"]
+    shown = [(kind, "offline", "o"), (kind, "live", "x"), ("ngram", "offline", "s")]
+    for shift, (drafter, source, marker) in enumerate(shown):
+        row = main_row(acceptance, drafter, source)
+        known = [(k, a) for k, a in enumerate(row["conditional"]) if a["low"] is not None] if row else []
+        if not known:
+            continue
+        value = np.array([a["value"] for _, a in known])
+        spread = np.array([[a["value"] - a["low"] for _, a in known], [a["high"] - a["value"] for _, a in known]])
+        position = np.array([k for k, _ in known]) + 0.08 * (shift - 1)
+        axes.errorbar(position, value, spread.clip(min=0), fmt=marker, capsize=3, label=f"{drafter}, {source}")
+    axes.set(xlabel="draft position", ylabel="accepted / judged", ylim=(0, 1.02))
+    axes.set_xticks(range(max((row["draft_length"] for row in acceptance["rows"]), default=1)))
+    axes.grid(alpha=0.3)
+    axes.legend()
+    _save(figure, path)
+
+
+def plot_training(curve: list[dict[str, Any]], path: Path) -> None:
+    """accept_len on the validation split over optimiser steps, with its interval."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(6, 3.6), layout="constrained")
+    axes = figure.add_subplot()
+    steps = [line["step"] for line in curve]
+    axes.plot(steps, [line["accept_len"] for line in curve], marker="o")
+    if all(line.get("accept_len_low") is not None and line.get("accept_len_high") is not None for line in curve):
+        low, high = ([line[f"accept_len_{end}"] for line in curve] for end in ("low", "high"))
+        axes.fill_between(steps, low, high, alpha=0.2)
+    axes.set(xlabel="optimiser step", ylabel="accept_len (validation)")
+    axes.grid(alpha=0.3)
+    _save(figure, path)
+
+
+def _save(figure: Any, path: Path) -> None:
+    with atomic_path(path) as temporary:
+        figure.savefig(temporary, format="png", dpi=120)
