@@ -199,7 +199,7 @@ def to_dict(recipe: Recipe) -> dict[str, Any]:
 class RecipeDumper(yaml.SafeDumper):
     """Writes lists on one line, as people write them."""
 
-    def represent_list(self, data: Any) -> yaml.Node:
+    def represent_list(self, data: Any) -> yaml.SequenceNode:
         return self.represent_sequence("tag:yaml.org,2002:seq", data, flow_style=True)
 
 

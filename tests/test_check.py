@@ -10,7 +10,7 @@ import pytest
 
 from headstart.heads.errors import WrongInput
 from headstart.launch.check import check_recipe
-from headstart.launch.recipe import find_recipe, load_recipe
+from headstart.launch.recipe import built_in_recipes, find_recipe, load_recipe
 
 SCRIPTS = Path(sys.executable).parent
 
@@ -67,7 +67,7 @@ def test_prompts_longer_than_the_limit_or_the_context_are_found(recipe: Path) ->
 @pytest.mark.parametrize(
     ("override", "expected"),
     [
-        ("target.model=nowhere/at-all", "target.model: found 'nowhere/at-all'"),
+        ("target.model=nowhere/at-all", "target.model: found no model called 'nowhere/at-all'"),
         ("prompts.sources=[/nothing.jsonl]", "prompts.sources: found no file or folder /nothing.jsonl"),
         ("prompts.routes=[poetry]", "poetry"),
     ],
@@ -95,8 +95,8 @@ def test_a_folder_that_holds_no_model_is_refused(recipe: Path) -> None:
     assert "holds no model that transformers reads" in problems_of(recipe, f"target.model={recipe.parent / 'empty'}")
 
 
-@pytest.mark.parametrize("name", ["smoke"])
-def test_built_in_recipes_on_built_in_targets_pass(name: str) -> None:
+@pytest.mark.parametrize("name", sorted(built_in_recipes()))
+def test_every_built_in_recipe_fits_its_target(name: str) -> None:
     path = find_recipe(name)
     check_recipe(load_recipe(path), path, [])
 
