@@ -27,7 +27,7 @@ class Tracker:
         self._attempt(lambda run: run.log(values, step=line["step"]))
 
     def finish(self) -> None:
-        self._attempt(lambda run: run.finish(quiet=True))
+        self._attempt(lambda run: run.finish())
         self.run = None
 
     def _attempt(self, call: Any) -> None:
