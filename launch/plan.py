@@ -31,6 +31,7 @@ def table(title: str, rows: list[Row]) -> None:
 def derived(recipe: Recipe, checked: Checked) -> list[Row]:
     """Values that the recipe leaves open, as this machine and this target fill them in."""
     from headstart.heads.target import choose_device, choose_dtype
+    from headstart.trainer.precision import choose_precision
 
     target = checked.target
     device = choose_device(recipe.target.device)
@@ -48,6 +49,8 @@ def derived(recipe: Recipe, checked: Checked) -> list[Row]:
     ]
     size = recipe.head.draft_vocab_size or target.num_tokens
     rows.append(("draft vocabulary", str(size), f"of {target.num_tokens} tokens, {size / target.num_tokens:.0%}"))
+    precision = choose_precision(recipe.train.dtype, device)
+    rows.append(("train.dtype", str(precision.dtype).removeprefix("torch."), precision.reason))
     tokens = recipe.train.num_steps * recipe.train.batch_tokens
     rows.append(("training tokens", f"{tokens:,}", f"{recipe.train.num_steps} steps of {recipe.train.batch_tokens}"))
     return rows

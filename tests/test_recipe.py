@@ -56,7 +56,6 @@ BAD_RECIPES = [
     ("train: {depth: null}", ["train.depth: found nothing, expected a whole number"]),
     ("train: 7", ["train: found 7, expected keys with values below it"]),
     ("train: {loss: {kind: kd}}", ["train.loss.kind: found 'kd', expected kl, ce, tv or lk_hybrid"]),
-    ("train: {accumulate: 3}", ["train.accumulate: found 3, expected a divisor of batch_tokens = 1024"]),
     ("traffic: {max_new_tokens: 3}\ntrain: {depth: 2}", ["mine.yaml:1: eval.draft_lengths: found [1, 2, 3, 4]"]),
     ("eval: {draft_lengths: [1, 2]}", ["eval.draft_length: found 4, expected one of draft_lengths = [1, 2]"]),
     ("eval:\n  draft_lengths: []", ["mine.yaml:2: eval.draft_lengths: found [], expected one or more"]),

@@ -123,10 +123,6 @@ class TrainSettings:
     log_every: Positive = 10
     """Steps between lines of metrics.jsonl."""
 
-    def conflicts(self) -> Conflicts:
-        if self.batch_tokens % self.accumulate:
-            yield "accumulate", f"found {self.accumulate}, expected a divisor of batch_tokens = {self.batch_tokens}"
-
 
 @dataclass(frozen=True)
 class TrackingSettings:
