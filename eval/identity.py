@@ -5,6 +5,7 @@ in float64: if both tokens are within the rounding noise of the best logit there
 another matrix shape may decide either way; otherwise it is a bug.
 """
 
+import copy
 import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -96,7 +97,8 @@ def exact_copy(target: Target) -> Any | None:
     known = "SC_AVPHYS_PAGES" in os.sysconf_names  # where it is not, assume that a copy fits
     if known and num_bytes > 0.5 * os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"):
         return None
-    exact = AutoModelForCausalLM.from_config(target.model.config, dtype=torch.float64, attn_implementation="eager")
+    config = copy.deepcopy(target.model.config)  # what is set on the copy must not reach the running target
+    exact = AutoModelForCausalLM.from_config(config, dtype=torch.float64, attn_implementation="eager")
     exact.load_state_dict({name: tensor.cpu() for name, tensor in target.model.state_dict().items()})
     exact.tie_weights()
     return exact.eval()

@@ -1,0 +1,326 @@
+"""The eval stage on the tiny target: the three files, their rules, the verdicts and the report."""
+
+import dataclasses
+import json
+import math
+
+import pytest
+import torch
+
+from headstart.eval.decode import decode, verify_greedy
+from headstart.eval.drafters import Proposal, ScriptedDrafter
+from headstart.eval.gate import failures
+from headstart.eval.identity import (
+    Rescorer,
+    first_difference,
+    first_unequal_step,
+    identity_check,
+    is_draft_tie,
+    overall_verdict,
+)
+from headstart.eval.measure import evaluate, read_batches, repeated_ngrams
+from headstart.eval.report import write_report
+from headstart.eval.settings import EvalSettings
+from headstart.eval.speed import balanced, generate, recommend
+from headstart.eval.summary import routes_lost_to_ngram
+from headstart.heads.checkpoint import save_head
+from headstart.heads.errors import WrongInput
+from headstart.heads.settings import TargetSettings
+from headstart.heads.store import read_json
+from headstart.heads.target import load_target
+from tests.test_decode import NO_STOP, continuations, fitted_head, make_path, make_prompts
+
+SETTINGS = EvalSettings(
+    draft_lengths=[1, 3],
+    draft_length=3,
+    live_batch=2,
+    speed_prompts=2,
+    speed_new_tokens=12,
+    speed_repeats=2,
+    speed_draft_lengths=[2],
+    speed_dtype="float32",
+    replicates=100,
+    min_accept_len=0,
+)
+
+INTERVAL = ["value", "low", "high"]
+KEYS = {  # in the order of schemas.md
+    "acceptance": ["schema", "checkpoint", "target", "prompts", "environment", "interval", "rows"],
+    "acceptance row": [
+        *("source", "drafter", "route", "context", "temperature", "top_k", "top_p", "draft", "draft_length", "tree"),
+        *("counting", "num_prompts", "num_tokens", "num_steps", "num_short_steps", "accept_len", "accept_len_macro"),
+        *("conditional", "survival", "accepted_histogram", "uniform_start_estimate", "product_of_marginals"),
+        "out_of_vocab_share",
+    ],
+    "lossless": ["schema", "checkpoint", "target", "verdict", "checks", "faults"],
+    "check": [
+        *("name", "target", "dtype", "sampler", "draft", "shape", "draft_length", "batch", "num_samples", "num_tokens"),
+        *("statistic", "p_value", "level", "max_difference", "verdict", "divergences"),
+    ],
+    "speed": [
+        *("schema", "checkpoint", "target", "prompts", "hardware", "absolute", "rows", "recommended"),
+        "crossover_concurrency",
+    ],
+    "speed row": [
+        *("engine", "drafter", "route", "temperature", "dtype", "threads", "concurrency", "draft_length", "tree"),
+        *("num_prompts", "num_repeats", "order", "num_tokens", "plain_tokens_per_s", "tokens_per_s", "speedup"),
+        *("predicted_speedup", "accept_len", "target_step_ms", "verify_step_ms", "draft_step_ms", "cost_ratio"),
+        *("ttft_ms", "tpot_ms", "num_divergences", "num_near_ties"),
+    ],
+}
+
+
+@pytest.fixture(scope="module")
+def recorded(tiny_target):
+    prompts = make_prompts(tiny_target, [7, 12, 20, 9])
+    replies = decode(tiny_target, prompts, None, 0, 20)
+    paths = [make_path(p, r.token_ids, f"p{i}") for i, (p, r) in enumerate(zip(prompts, replies, strict=True))]
+    return [dataclasses.replace(path, route=("chat", "code")[i % 2]) for i, path in enumerate(paths)]
+
+
+@pytest.fixture(scope="module")
+def measured(tiny_target, recorded, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("run")
+    save_head(folder, fitted_head(tiny_target, recorded[:2]), step=5)
+    evaluate(lambda dtype: tiny_target, folder, recorded, SETTINGS, folder / "eval", tell=lambda line: None)
+    return folder
+
+
+def keys_in_order(value, expected):
+    return [key for key in value if key in expected] == expected
+
+
+def test_files_follow_the_schema(measured):
+    for name, rows, row_name in (
+        ("acceptance", "rows", "acceptance row"),
+        ("lossless", "checks", "check"),
+        ("speed", "rows", "speed row"),
+    ):
+        text = (measured / "eval" / f"{name}.json").read_text()
+        assert "NaN" not in text
+        assert "Infinity" not in text
+        value = json.loads(text)
+        assert value["schema"] == f"headstart.{name}/1"
+        assert keys_in_order(value, KEYS[name])
+        assert value[rows]
+        for row in value[rows]:
+            assert keys_in_order(row, KEYS[row_name])
+    for row in read_json(measured / "eval" / "acceptance.json")["rows"]:
+        for bounds in (row["accept_len"], row["accept_len_macro"], *row["conditional"], *row["survival"]):
+            assert list(bounds) == INTERVAL
+
+
+def test_rows_keep_the_laws_of_counting(measured):
+    for row in read_json(measured / "eval" / "acceptance.json")["rows"]:
+        histogram = row["accepted_histogram"]
+        assert len(histogram) == row["draft_length"] + 1
+        assert sum(histogram) == pytest.approx(row["num_steps"])
+        drafted = sum(k * steps for k, steps in enumerate(histogram))
+        assert row["num_tokens"] == pytest.approx(row["num_steps"] + drafted - row["num_short_steps"])
+        assert row["accept_len"]["value"] == pytest.approx(row["num_tokens"] / row["num_steps"])
+        known = [a["value"] for a in row["conditional"] if a["value"] is not None]
+        assert [s["value"] for s in row["survival"]][: len(known)] == pytest.approx(
+            [math.prod(known[: k + 1]) for k in range(len(known))]
+        )
+
+
+def test_live_run_agrees_with_offline_and_the_verdict_is_lossless(measured):
+    acceptance = read_json(measured / "eval" / "acceptance.json")
+    assert acceptance["live_agreement"]["num_equal"] == acceptance["live_agreement"]["num_replies"] == 4
+    rows = {
+        row["source"]: row
+        for row in acceptance["rows"]
+        if row["route"] == "all"
+        and row["draft_length"] == 3
+        and row["drafter"] == "eagle3"
+        and row["counting"] == "reply"
+    }
+    assert rows["live"]["accepted_histogram"] == rows["offline"]["accepted_histogram"]
+    assert rows["live"]["accept_len"] == rows["offline"]["accept_len"]
+    lossless = read_json(measured / "eval" / "lossless.json")
+    assert lossless["verdict"] == "lossless"
+    assert {check["against"] for check in lossless["checks"]} == {"recorded", "generate", "plain"}
+
+
+def test_a_part_measured_again_keeps_the_rest(tiny_target, measured, recorded):
+    before = read_json(measured / "eval" / "acceptance.json")
+    engine_row = {**before["rows"][0], "source": "vllm-0.32.0"}
+    before["rows"].append(engine_row)
+    (measured / "eval" / "acceptance.json").write_text(json.dumps(before))
+    quick = dataclasses.replace(SETTINGS, ngram=False)
+    tell: list[str] = []
+    evaluate(lambda dtype: tiny_target, measured, recorded, quick, measured / "eval", parts=["live"], tell=tell.append)
+    after = read_json(measured / "eval" / "acceptance.json")
+    assert engine_row in after["rows"]
+    assert len(after["rows"]) == len(before["rows"])
+    assert len(read_json(measured / "eval" / "lossless.json")["checks"]) == 6
+    assert "lossless: lossless" in tell[-1]
+
+
+def test_report_shows_every_part(measured):
+    (measured / "metrics.jsonl").write_text(
+        '{"step": 1, "train/loss": 2.0}\n{"step": 2, "accept_len": 1.2, "accept_len_low": 1.1, "accept_len_high": 1.3}\n'
+    )
+    text = write_report(measured).read_text()
+    for expected in ("## Acceptance", "## By route", "## Output: lossless", "## Speed", "training.png", "How to read"):
+        assert expected in text
+    assert (measured / "acceptance.png").stat().st_size > 1000
+    assert (measured / "training.png").stat().st_size > 1000
+
+
+def test_report_without_measurements_names_the_command(tmp_path):
+    with pytest.raises(WrongInput, match="headstart eval"):
+        write_report(tmp_path)
+
+
+def test_paths_of_several_sampling_settings_are_refused(tiny_target, recorded, tmp_path):
+    mixed = [recorded[0], dataclasses.replace(recorded[1], sampling={"temperature": 1.0})]
+    for paths in ([], mixed):
+        with pytest.raises(WrongInput):
+            evaluate(lambda dtype: tiny_target, tmp_path, paths, SETTINGS, tmp_path / "eval")
+
+
+def test_generate_gives_the_plain_replies(tiny_target):
+    prompts = make_prompts(tiny_target, [6, 17, 11], seed=4)
+    plain = decode(tiny_target, prompts, None, 0, 16)
+    assert generate(tiny_target, prompts, 16) == [reply.token_ids for reply in plain]
+
+
+def test_a_wrong_token_is_called_a_bug_with_its_place(tiny_target):
+    prompts = make_prompts(tiny_target, [10])
+    plain = decode(tiny_target, prompts, None, 0, 12, NO_STOP)[0].token_ids
+    wrong = [*plain[:5], (plain[5] + 1) % 400, *plain[6:]]
+    check = identity_check(
+        Rescorer(tiny_target), ["p0"], prompts, [plain], [wrong], against="plain", draft_length=2, batch=1
+    )
+    (divergence,) = check["divergences"]
+    assert check["verdict"] == "fail"
+    assert overall_verdict([check]) == "lossy"
+    assert (divergence["position"], divergence["plain"], divergence["speculative"]) == (5, plain[5], wrong[5])
+    assert divergence["verdict"] == "bug"
+    assert divergence["gap"] > divergence["tolerance"]
+
+
+def test_a_reply_that_goes_on_after_its_end_is_a_bug(tiny_target):
+    prompts = make_prompts(tiny_target, [10])
+    divergence = Rescorer(tiny_target).judge("p0", prompts[0], [5, 6], [5, 6, 7])
+    assert (divergence.position, divergence.plain, divergence.speculative, divergence.verdict) == (2, None, 7, "bug")
+
+
+def test_tokens_within_rounding_noise_are_a_tie():
+    target = load_target(TargetSettings(model="tiny", dtype="bfloat16", device="cpu"))
+    rescorer = Rescorer(target)
+    generator = torch.Generator().manual_seed(0)
+    verdicts = {"tie": [], "bug": []}
+    for _ in range(12):
+        prefix = torch.randint(5, 500, (15,), generator=generator).tolist()
+        best = rescorer.logits(prefix).topk(3)
+        for rank in (1, 2):
+            judged = rescorer.judge("p", prefix, [int(best.indices[0])], [int(best.indices[rank])])
+            assert judged.gap == pytest.approx(float(best.values[0] - best.values[rank]))
+            verdicts[judged.verdict].append(judged.gap)
+    assert verdicts["bug"]  # noise is far smaller than the usual gap
+    assert all(gap < 0.6 for gap in verdicts["tie"])  # of logits that spread over 10
+
+
+def test_a_verify_rule_that_accepts_everything_is_caught(tiny_target):
+    def accept_all(logits_BTV, proposal: Proposal):
+        blocks = verify_greedy(logits_BTV, proposal)
+        drafts = proposal.tokens_BK.tolist()
+        return [
+            [*row[:length], block[-1]] for row, length, block in zip(drafts, proposal.length_B, blocks, strict=True)
+        ]
+
+    prompts = make_prompts(tiny_target, [8, 15])
+    script = ScriptedDrafter(continuations(tiny_target, prompts, 30), 1)
+    plain = [script.continuations[tuple(p)][:20] for p in prompts]
+    faulty = decode(tiny_target, prompts, script, 3, 20, NO_STOP, verify=accept_all)
+    check = identity_check(
+        Rescorer(tiny_target),
+        ["a", "b"],
+        prompts,
+        plain,
+        [r.token_ids for r in faulty],
+        against="plain",
+        draft_length=3,
+        batch=1,
+    )
+    assert check["verdict"] == "fail"
+
+
+def test_verdict_needs_tokens():
+    assert overall_verdict([]) == "inconclusive"
+    assert overall_verdict([{"verdict": "pass", "num_tokens": 0}]) == "inconclusive"
+    assert overall_verdict([{"verdict": "pass", "num_tokens": 5}]) == "lossless"
+
+
+def test_first_difference():
+    assert first_difference([1, 2, 3], [1, 2, 3]) is None
+    assert first_difference([1, 2, 3], [1, 5, 3]) == 1
+    assert first_difference([1, 2], [1, 2, 3]) == 2
+
+
+def test_an_unequal_step_is_found_and_is_no_tie(tiny_target, recorded):
+    from headstart.eval.acceptance import reply_acceptance
+    from headstart.eval.drafters import HeadDrafter
+
+    head = fitted_head(tiny_target, recorded[:2])
+    path = recorded[0]
+    offline = reply_acceptance(head, read_batches(tiny_target, head, [path]), 3)[0]
+    prompt = path.token_N[: path.num_prompt_tokens].tolist()
+    live = decode(tiny_target, [prompt], HeadDrafter(head), 3, path.num_reply_tokens)[0]
+    assert first_unequal_step(offline, live) is None
+    offline.accept_TK[0, 0] = 1 - offline.accept_TK[0, 0]
+    assert first_unequal_step(offline, live) == (0, 0)
+    assert not is_draft_tie(head, next(read_batches(tiny_target, head, [path])), 0, 0)
+
+
+def test_balanced_takes_routes_in_turn(recorded):
+    assert [path.prompt_id for path in balanced(recorded, 3)] == ["p0", "p1", "p2"]
+    assert [path.route for path in balanced(sorted(recorded, key=lambda p: p.route), 4)] == ["chat", "code"] * 2
+
+
+def test_repeated_8grams_are_counted_within_a_reply():
+    looping = make_path([1, 2], [5, 6] * 10)
+    shares = repeated_ngrams([looping])
+    assert shares["all"] == shares["chat"] == pytest.approx((13 - 2) / 13)
+    assert repeated_ngrams([make_path([1], [5, 6])])["all"] is None
+
+
+def speed_rows(speedup):
+    row = {"drafter": "eagle3", "draft_length": 3, "accept_len": 1.8, "predicted_speedup": 1.5}
+    return [{**row, "speedup": {"value": speedup, "low": speedup - 0.1, "high": speedup + 0.1}}]
+
+
+def test_recommendation_switches_off_where_drafting_costs_more():
+    advice = recommend(speed_rows(1.4), "eagle3", {3: {"chat": 1.9, "json": 1.1}})[0]
+    assert advice["draft_length"] == 3
+    assert advice["routes_off"] == ["json"]  # a step costs 1.8 / 1.5 = 1.2 plain steps
+    assert '"num_speculative_tokens": 3' in advice["flags"]
+    assert recommend(speed_rows(0.9), "eagle3", {})[0]["draft_length"] == 0
+
+
+def test_plain_decoding_below_generate_fails_the_gate():
+    def speed(plain):
+        absolute = {"generate_tokens_per_s": 10.0, "plain_tokens_per_s": plain}
+        return {"checkpoint": {"kind": "eagle3"}, "absolute": absolute, "rows": []}
+
+    for plain, num_reasons in ((9.0, 1), (11.0, 0), (None, 0)):
+        evals = {"acceptance": None, "lossless": None, "speed": speed(plain)}
+        assert len(failures(evals, SETTINGS)) == num_reasons
+
+
+def test_unexplained_live_steps_fail_the_gate(measured):
+    acceptance = read_json(measured / "eval" / "acceptance.json")
+    evals = {"acceptance": acceptance, "lossless": None, "speed": None}
+    assert failures(evals, SETTINGS) == []
+    acceptance["live_agreement"]["unexplained"] = ["p3"]
+    assert "p3" in failures(evals, SETTINGS)[0]
+
+
+def test_routes_lost_to_lookup_are_named(measured):
+    acceptance = read_json(measured / "eval" / "acceptance.json")
+    for row in acceptance["rows"]:
+        if row["drafter"] == "ngram" and row["route"] == "code":
+            row["accept_len"]["value"] = 9.0
+    assert "code" in routes_lost_to_ngram(acceptance, 3)
