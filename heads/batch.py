@@ -5,7 +5,7 @@ token, which the target never has to read, needs no feature. Everything the cont
 the label of (t, j) is x_{t+2+j} = `next_token_T[t+1+j]`, its teacher is the target's distribution after slot t+1+j.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -33,8 +33,8 @@ class Batch:
         return self.offsets[-1]
 
     def to(self, device: torch.device | str) -> "Batch":
-        moved = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in vars(self).items()}
-        return Batch(**moved)
+        moved = {k: v.to(device) for k, v in vars(self).items() if isinstance(v, Tensor)}
+        return replace(self, **moved)
 
 
 def supervised_pairs(batch: Batch, depth: int) -> tuple[Tensor, Tensor]:

@@ -27,7 +27,7 @@ KINDS: dict[str, tuple[type[Head], type]] = {"eagle3": (Eagle3, Eagle3Settings)}
 def build_head(settings: Any, facts: TargetFacts, draft_ids_V: torch.Tensor) -> Head:
     """A new head of `settings.kind` with random weights."""
     head_class, _ = KINDS[settings.kind]
-    return head_class(settings, facts, draft_ids_V)  # type: ignore[call-arg]
+    return head_class(settings, facts, draft_ids_V)
 
 
 def save_head(folder: Path, head: Head, step: int, extra: dict[str, Any] | None = None) -> None:

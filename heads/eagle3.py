@@ -9,7 +9,7 @@ Li et al., arXiv 2503.01840; the norm flags are those of EAGLE 3.1, arXiv 2605.0
     recycled    h of the next depth = y (or norm(y) with `norm_output`)
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -85,8 +85,7 @@ class DraftState:
 
     def select(self, rows: Tensor) -> "DraftState":
         """The same state for fewer (or reordered) rows."""
-        picked = {k: None if v is None else v[rows] for k, v in vars(self).items()}
-        return DraftState(**picked)
+        return replace(self, **{k: v[rows] for k, v in vars(self).items() if v is not None})
 
 
 class Eagle3(Head):
@@ -240,7 +239,8 @@ class Eagle3(Head):
     def draft(self, state: DraftState, depth: int, sampler: Sampler = greedy) -> Draft:
         self._read_fresh(state)
         hidden_BH, position_B = state.last_BH, state.length_B - 1
-        tokens, logits = [], []
+        tokens: list[Tensor] = []
+        logits: list[Tensor] = []
         for j in range(depth):
             if j > 0:
                 hidden_BH = self._step(state, hidden_BH, tokens[-1], position_B + j)

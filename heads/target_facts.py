@@ -64,7 +64,7 @@ def read_facts(name: str, folder: Path, model: Any, tokenizer: Any) -> TargetFac
     stop_ids = set(_as_list(model.generation_config.eos_token_id)) | set(_as_list(tokenizer.eos_token_id))
     vocab_size = model.get_input_embeddings().weight.shape[0]
     specials = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special} | stop_ids
-    rms_norm_eps = getattr(config, "rms_norm_eps", None) or getattr(config, "layer_norm_epsilon", 1e-5)
+    rms_norm_eps: Any = getattr(config, "rms_norm_eps", None) or getattr(config, "layer_norm_epsilon", 1e-5)
     rope = getattr(config, "rope_parameters", None) or {"rope_type": "default", "rope_theta": 10000.0}
     return TargetFacts(
         name=name,
