@@ -6,6 +6,7 @@ the label of (t, j) is x_{t+2+j} = `next_token_T[t+1+j]`, its teacher is the tar
 """
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,7 +34,7 @@ class Batch:
         return self.offsets[-1]
 
     def to(self, device: torch.device | str) -> "Batch":
-        moved = {k: v.to(device) for k, v in vars(self).items() if isinstance(v, Tensor)}
+        moved: dict[str, Any] = {k: v.to(device) for k, v in vars(self).items() if isinstance(v, Tensor)}
         return replace(self, **moved)
 
 
