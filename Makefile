@@ -46,8 +46,10 @@ bench: $(READY) ## Tokens/s of training and of traffic on this machine
 	$(BIN)/python bench/train.py
 	$(BIN)/python bench/traffic.py
 
-gpu: $(READY) ## The full recipe on the first accelerator; its table goes into docs/results.md
-	$(BIN)/headstart train recipes/eagle.yaml run.name=eagle-gpu target.device=cuda
+gpu: $(READY) ## The full recipe on the first accelerator, then the rows it fills in docs/results.md
+	$(BIN)/python -c 'import sys, torch; sys.exit(None if torch.accelerator.is_available() else "make gpu: no accelerator here")'
+	$(BIN)/headstart train recipes/eagle.yaml run.name=eagle-gpu
+	$(BIN)/python bench/results.py runs/eagle-gpu
 
 clean: ## Remove .venv, caches and builds (never runs/)
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache

@@ -1,0 +1,43 @@
+"""Print the rows of docs/results.md that a finished run fills.     Run: python bench/results.py runs/eagle"""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+from headstart.heads.store import read_json
+
+
+def interval(value: dict[str, Any], digits: int = 2) -> str:
+    if value["value"] is None:
+        return "not measured"
+    return f"{value['value']:.{digits}f} [{value['low']:.{digits}f}, {value['high']:.{digits}f}]"
+
+
+def offline(rows: list[dict[str, Any]], lookup: bool, draft_length: int) -> str:
+    """accept_len of the head, or of n-gram lookup, over all routes."""
+    for row in rows:
+        whole = row["source"] == "offline" and row["route"] == row["context"] == "all" and row["draft"] == "greedy"
+        if whole and row["draft_length"] == draft_length and (row["drafter"] == "ngram") == lookup:
+            return interval(row["accept_len"])
+    return "not measured"
+
+
+def main(run: Path) -> None:
+    acceptance = read_json(run / "eval" / "acceptance.json")
+    speed_file = run / "eval" / "speed.json"
+    speed = read_json(speed_file) if speed_file.exists() else {"rows": [], "hardware": {}}
+    hardware = speed["hardware"]
+    machine = hardware.get("gpu") or f"{hardware.get('cores', '?')} cores of {hardware.get('cpu', 'a CPU')}"
+    print("| machine | draft length | accept_len | speedup, one request | n-gram lookup accept_len |")
+    print("| --- | --- | --- | --- | --- |")
+    for length in sorted({row["draft_length"] for row in acceptance["rows"] if row["source"] == "offline"}):
+        timed = [row for row in speed["rows"] if row["draft_length"] == length and row["drafter"] != "ngram"]
+        speedup = interval(timed[0]["speedup"]) if timed else "not measured"
+        head, lookup = (offline(acceptance["rows"], of_lookup, length) for of_lookup in (False, True))
+        print(f"| {machine} | {length} | {head} | {speedup} | {lookup} |")
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 2:
+        sys.exit(f"usage: {sys.argv[0]} RUN_FOLDER")
+    main(Path(sys.argv[1]))
