@@ -13,10 +13,10 @@ DONE, FAULT, WRONG_INPUT, GATE_FAILED, INTERRUPTED = 0, 1, 2, 3, 130
 
 EPILOG = """\
 examples:
-  headstart cp eagle mine.yaml              a recipe of your own, ready to edit
-  headstart check mine.yaml                 find what is wrong before anything runs
-  headstart train mine.yaml run.seed=1      prompts, replies, head, measurements, export
-  accelerate launch mine.yaml               the same
+  headstart cp eagle mine.yaml              # a recipe of your own, ready to edit
+  headstart check mine.yaml                 # find what is wrong before anything runs
+  headstart train mine.yaml run.seed=1      # prompts, replies, head, measurements, export
+  accelerate launch mine.yaml               # the same, with the recipe's own seed
 
 exit codes: 0 done, 1 fault, 2 wrong input, 3 done but a gate failed, 130 interrupted
 """
