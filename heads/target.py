@@ -176,6 +176,50 @@ def decoder_layers(body: nn.Module, num_layers: int) -> nn.ModuleList:
     return found[0]
 
 
+class TargetLoader:
+    """A target that is known by its files; weights are loaded when a precision of it is asked for.
+
+    Stages ask it for fingerprint, facts and taps to find out whether they have anything to do.
+    """
+
+    def __init__(self, settings: TargetSettings, taps: list[int] | None = None) -> None:
+        """Raises WrongInput: no such model, a cache that cannot roll back, or taps that do not exist."""
+        from transformers import AutoConfig, AutoTokenizer
+
+        self.settings = settings
+        self.folder = resolve_model(settings.model)
+        config = AutoConfig.from_pretrained(self.folder)
+        check_supported(settings.model, config)
+        self.tokenizer: Any = AutoTokenizer.from_pretrained(self.folder)
+        self.facts = read_facts(settings.model, self.folder, config, self.tokenizer)
+        self.taps = sorted(set(taps)) if taps else default_taps(self.facts.num_layers)
+        check_taps(settings.model, self.taps, self.facts.num_layers)
+        self.dtype = str(choose_dtype(settings.dtype)).removeprefix("torch.")
+        self._loaded: dict[str, Target] = {}
+
+    def __call__(self, dtype: str | None = None) -> "Target":
+        """The target in `dtype` (default: the settings'), loaded once and checked on a probe."""
+        name = str(choose_dtype(dtype or self.settings.dtype)).removeprefix("torch.")
+        if name not in self._loaded:
+            self._loaded[name] = self._load(name)
+        return self._loaded[name]
+
+    def release(self) -> None:
+        """Forget loaded weights."""
+        self._loaded.clear()
+
+    def _load(self, dtype: str) -> "Target":
+        from transformers import AutoModelForCausalLM
+
+        attention = {} if self.settings.attention == "auto" else {"attn_implementation": self.settings.attention}
+        with no_progress_bars():
+            model: Any = AutoModelForCausalLM.from_pretrained(self.folder, dtype=choose_dtype(dtype), **attention)
+        model.to(choose_device(self.settings.device)).eval().requires_grad_(False)
+        target = Target(model, self.tokenizer, self.facts, self.taps)
+        check_probe(target)
+        return target
+
+
 def load_target(settings: TargetSettings, taps: list[int] | None = None, dtype: str | None = None) -> Target:
     """Load a target in evaluation mode, frozen, and check on a probe that it computes what its model computes.
 
@@ -186,24 +230,7 @@ def load_target(settings: TargetSettings, taps: list[int] | None = None, dtype: 
     Raises:
         WrongInput: no such model, a cache that cannot roll back, taps that do not exist, or a failed probe.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
-
-    folder = resolve_model(settings.model)
-    config = AutoConfig.from_pretrained(folder)
-    check_supported(settings.model, config)
-    num_layers = config.get_text_config().num_hidden_layers
-    chosen = sorted(set(taps)) if taps else default_taps(num_layers)
-    check_taps(settings.model, chosen, num_layers)
-    attention = {} if settings.attention == "auto" else {"attn_implementation": settings.attention}
-    with no_progress_bars():
-        model: Any = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=choose_dtype(dtype or settings.dtype), **attention
-        )
-    model.to(choose_device(settings.device)).eval().requires_grad_(False)
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    target = Target(model, tokenizer, read_facts(settings.model, folder, model, tokenizer), chosen)
-    check_probe(target)
-    return target
+    return TargetLoader(settings, taps)(dtype)
 
 
 @torch.inference_mode()

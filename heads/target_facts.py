@@ -57,12 +57,12 @@ def check_taps(name: str, taps: list[int], num_layers: int) -> None:
         )
 
 
-def read_facts(name: str, folder: Path, model: Any, tokenizer: Any) -> TargetFacts:
-    """The numbers heads are built from, out of the model's config and tokenizer."""
-    config = model.config.get_text_config()
+def read_facts(name: str, folder: Path, config: Any, tokenizer: Any) -> TargetFacts:
+    """The numbers heads are built from, out of the model's config and tokenizer; no weights are loaded."""
+    config = config.get_text_config()
     num_heads = config.num_attention_heads
-    stop_ids = set(_as_list(model.generation_config.eos_token_id)) | set(_as_list(tokenizer.eos_token_id))
-    vocab_size = model.get_input_embeddings().weight.shape[0]
+    stop_ids = set(_stop_ids(folder, config)) | set(_as_list(tokenizer.eos_token_id))
+    vocab_size = config.vocab_size
     specials = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special} | stop_ids
     rms_norm_eps: Any = getattr(config, "rms_norm_eps", None) or getattr(config, "layer_norm_epsilon", 1e-5)
     rope = getattr(config, "rope_parameters", None) or {"rope_type": "default", "rope_theta": 10000.0}
@@ -107,6 +107,16 @@ def _identity(file: Path) -> tuple[Path, int, int]:
 def _hash_once(file: Path, size: int, modified: int) -> str:
     """A run loads its target several times; the file is hashed again only when it has changed."""
     return hash_file(file)
+
+
+def _stop_ids(folder: Path, config: Any) -> list[int]:
+    """What `generate` would stop at: the generation config's end of sequence, else the model's."""
+    path = folder / "generation_config.json"
+    if path.is_file():
+        stops = _as_list(json.loads(path.read_text(encoding="utf-8")).get("eos_token_id"))
+        if stops:
+            return stops
+    return _as_list(getattr(config, "eos_token_id", None))
 
 
 def _as_list(value: Any) -> list[int]:

@@ -1,0 +1,67 @@
+"""Reader of a features stage: tap states and final states of every path, mapped from disk."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from headstart.heads.errors import WrongInput
+
+# safetensors orders metadata keys by hash, so everything goes into one key and files stay bit-equal.
+METADATA = "headstart"
+
+
+class FeatureReader:
+    """Features of a stage folder by prompt id, without loading them: tensors are views of the mapped files."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._taps: list[Tensor] = []
+        self._final: list[Tensor] = []
+        self._place: dict[str, tuple[int, int, int]] = {}
+        for shard, path in enumerate(sorted(folder.glob("shard-*.safetensors"))):
+            with safe_open(path, framework="pt") as file:
+                metadata = read_metadata(file.metadata())
+                self._taps.append(file.get_tensor("taps"))
+                self._final.append(file.get_tensor("final"))
+                offsets = file.get_tensor("offsets").tolist()
+            for row, prompt_id in enumerate(metadata["prompt_ids"]):
+                self._place[prompt_id] = (shard, offsets[row], offsets[row + 1])
+
+    def __len__(self) -> int:
+        return len(self._place)
+
+    def __contains__(self, prompt_id: str) -> bool:
+        return prompt_id in self._place
+
+    def get(self, prompt_id: str) -> tuple[Tensor, Tensor]:
+        """(taps_SF, final_SH) of a path, bf16, S = N - 1: the last token is never fed.
+
+        Raises:
+            WrongInput: the stage holds no features of this prompt.
+        """
+        place = self._place.get(prompt_id)
+        if place is None:
+            raise WrongInput(
+                f"{self.folder}: found no features of prompt {prompt_id[:12]} among {len(self)} paths.\n"
+                "Run the traffic and features stages again: headstart train RECIPE"
+            )
+        shard, begin, end = place
+        return self._taps[shard][begin:end], self._final[shard][begin:end]
+
+
+def write_metadata(prompt_ids: list[str], taps: list[int], key: str) -> dict[str, str]:
+    return {METADATA: json.dumps({"prompt_ids": prompt_ids, "taps": taps, "key": key})}
+
+
+def read_metadata(metadata: dict[str, str] | None) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((metadata or {})[METADATA])
+    return found
+
+
+def to_stored(states: Tensor) -> Tensor:
+    """States as they are kept on disk."""
+    return states.to(torch.bfloat16)
