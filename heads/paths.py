@@ -60,19 +60,26 @@ class Path:
 
 def read_paths(folder: FilePath, split: str | None = None) -> Iterator[Path]:
     """Yield the paths of a traffic stage folder in stored order, optionally of one split only."""
+    for file in sorted(folder.glob("part-*.parquet")):
+        for path in read_part(file):
+            if split is None or path.split == split:
+                yield path
+
+
+def read_part(file: FilePath) -> Iterator[Path]:
+    """Yield the paths of one part file in stored order; requests that failed have none."""
     import pyarrow.parquet as parquet
 
-    for file in sorted(folder.glob("part-*.parquet")):
-        for row in parquet.read_table(file).to_pylist():
-            if row["finish_reason"] == "error" or (split is not None and row["split"] != split):
-                continue
-            yield Path(
-                prompt_id=row["prompt_id"],
-                route=row["route"],
-                split=row["split"],
-                token_N=np.asarray(row["token_ids"], dtype=np.int32),
-                generated_N=np.asarray(row["generated"], dtype=bool),
-                logprob_N=np.asarray([np.nan if x is None else x for x in row["logprob"]], dtype=np.float32),
-                finish_reason=row["finish_reason"],
-                sampling=json.loads(row["sampling"]),
-            )
+    for row in parquet.read_table(file).to_pylist():
+        if row["finish_reason"] == "error":
+            continue
+        yield Path(
+            prompt_id=row["prompt_id"],
+            route=row["route"],
+            split=row["split"],
+            token_N=np.asarray(row["token_ids"], dtype=np.int32),
+            generated_N=np.asarray(row["generated"], dtype=bool),
+            logprob_N=np.asarray([np.nan if x is None else x for x in row["logprob"]], dtype=np.float32),
+            finish_reason=row["finish_reason"],
+            sampling=json.loads(row["sampling"]),
+        )

@@ -59,15 +59,7 @@ class Target:
 
     def render(self, prompt: Prompt) -> list[int]:
         """Token ids of a prompt, rendered by the target's own chat template, ready for the reply."""
-        if not self.tokenizer.chat_template:
-            raise WrongInput(
-                f"{self.facts.name}: found a tokenizer without chat template, expected one for chat prompts.\n"
-                "Put a chat_template.jinja beside the tokenizer, or choose an instruction-tuned target."
-            )
-        rendered = self.tokenizer.apply_chat_template(
-            list(prompt.messages), tokenize=True, add_generation_prompt=True, return_dict=True, **prompt.template_kwargs
-        )
-        return [int(token) for token in rendered["input_ids"]]
+        return render(self.facts.name, self.tokenizer, prompt)
 
     def new_cache(self, num_rows: int, max_length: int) -> PositionCache:
         """Room for `num_rows` sequences of `max_length` tokens."""
@@ -165,6 +157,23 @@ class Target:
         return [state for state in states if state is not None]
 
 
+def render(name: str, tokenizer: Any, prompt: Prompt) -> list[int]:
+    """Token ids of a chat prompt up to where the reply begins; exactly what the chat template gives.
+
+    Raises:
+        WrongInput: the tokenizer has no chat template.
+    """
+    if not tokenizer.chat_template:
+        raise WrongInput(
+            f"{name}: found a tokenizer without chat template, expected one for chat prompts.\n"
+            "Put a chat_template.jinja beside the tokenizer, or choose an instruction-tuned target."
+        )
+    rendered = tokenizer.apply_chat_template(
+        list(prompt.messages), tokenize=True, add_generation_prompt=True, return_dict=True, **prompt.template_kwargs
+    )
+    return [int(token) for token in rendered["input_ids"]]
+
+
 def decoder_layers(body: nn.Module, num_layers: int) -> nn.ModuleList:
     """The list of decoder layers inside a transformers base model."""
     found = [m for m in body.modules() if isinstance(m, nn.ModuleList) and len(m) == num_layers]
@@ -203,6 +212,10 @@ class TargetLoader:
         if name not in self._loaded:
             self._loaded[name] = self._load(name)
         return self._loaded[name]
+
+    def render(self, prompt: Prompt) -> list[int]:
+        """Token ids of a prompt, without weights."""
+        return render(self.facts.name, self.tokenizer, prompt)
 
     def release(self) -> None:
         """Forget loaded weights."""

@@ -1,0 +1,51 @@
+"""One line every few seconds: how far, how fast, how long still."""
+
+import time
+
+INTERVAL_S = 10.0
+
+
+class Progress:
+    """Counts reply tokens and finished requests of a stage and prints a line now and then."""
+
+    def __init__(self, label: str, total: int) -> None:
+        self.label = label
+        self.total = total
+        self.tokens = 0
+        self.finished = 0
+        self._began = time.monotonic()
+        self._printed = self._began
+
+    def add(self, tokens: int, finished: int) -> None:
+        """Count new tokens and finished requests."""
+        self.tokens += tokens
+        self.finished += finished
+        now = time.monotonic()
+        if now - self._printed >= INTERVAL_S:
+            self._printed = now
+            self._print(now)
+
+    def finish(self) -> None:
+        """Print the last line."""
+        if self.total:
+            self._print(time.monotonic())
+
+    def _print(self, now: float) -> None:
+        elapsed = max(now - self._began, 1e-9)
+        left = ""
+        if 0 < self.finished < self.total:
+            left = f", about {duration(elapsed * (self.total - self.finished) / self.finished)} left"
+        speed = f", {self.tokens:,} tokens at {self.tokens / elapsed:,.0f} tokens/s" if self.tokens else ""
+        print(
+            f"{self.label}: {self.finished:,} of {self.total:,} replies{speed}, {duration(elapsed)}{left}", flush=True
+        )
+
+
+def duration(seconds: float) -> str:
+    """3 s, 4:05 min or 1:02:03 h."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60}:{whole % 60:02d} min"
+    return f"{whole // 3600}:{whole // 60 % 60:02d}:{whole % 60:02d} h"

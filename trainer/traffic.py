@@ -1,0 +1,191 @@
+"""The traffic stage: the target answers every prompt, and the states of what it just said become features.
+
+Prompts are answered in fixed chunks. A chunk's features are committed before its traffic, so traffic that is recorded
+always has the features of the pass that produced it, and a killed run repeats at most the chunk it was in. Features of
+other taps, asked for when the traffic is already there, are read back teacher-forced.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path as FilePath
+from typing import Any
+
+from headstart.heads.errors import WrongInput
+from headstart.heads.paths import SPLITS, Prompt
+from headstart.heads.sampling import Sampling
+from headstart.heads.store import Stage, atomic_path, open_stage, stage_inputs
+from headstart.heads.target import Target, TargetLoader
+from headstart.trainer.features import (
+    check_disk,
+    features_inputs,
+    finish,
+    has,
+    needs_features,
+    remove_leftovers,
+    write_shard,
+)
+from headstart.trainer.generation import Generator, Reply, Request
+from headstart.trainer.progress import Progress
+from headstart.trainer.prompts import read_prompts
+from headstart.trainer.settings import TrafficSettings
+
+STAGE_VERSION = 1
+NUM_NAMED = 5  # prompts listed in an error
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Prompts of one split that are answered and committed together."""
+
+    number: int
+    split: str
+    prompts: list[Prompt]
+
+    @property
+    def part(self) -> str:
+        return f"part-{self.number:05d}.parquet"
+
+
+def make_traffic(
+    load_target: TargetLoader,
+    prompts: Stage,
+    settings: TrafficSettings,
+    root: FilePath,
+    seed: int = 0,
+    feature_splits: Sequence[str] = ("train", "validation"),
+) -> tuple[Stage, Stage]:
+    """Answer all prompts of a prompts stage and keep the features of some splits; reuse and continue what is there.
+
+    The train split is answered in the target's own precision, the others in `settings.eval_dtype`.
+
+    Returns:
+        The traffic stage and the features stage, both complete.
+
+    Raises:
+        WrongInput: prompts that are too long (before anything runs), or features that do not fit on the disk.
+    """
+    traffic = open_stage(root, "traffic", traffic_inputs(load_target, prompts, settings, seed), seed)
+    features = open_stage(root, "features", features_inputs(load_target, traffic, feature_splits), seed)
+    if traffic.complete and features.complete:
+        return traffic, features
+    remove_leftovers(traffic.folder)
+    remove_leftovers(features.folder)
+    chunks = plan_chunks(read_prompts(prompts.folder), settings.chunk)
+    requests = render(load_target, [prompt for chunk in chunks for prompt in chunk.prompts], settings)
+    todo = [chunk for chunk in chunks if not has(traffic, chunk.part) or needs_features(features, chunk)]
+    missing = [chunk for chunk in todo if needs_features(features, chunk)]
+    check_disk(features, missing, requests, settings.max_new_tokens, load_target)
+    progress = Progress("traffic", sum(len(chunk.prompts) for chunk in todo))
+    generators: dict[str, Generator] = {}
+    for chunk in todo:
+        dtype = load_target.dtype if chunk.split == "train" else settings.eval_dtype
+        target = load_target(dtype)
+        if has(traffic, chunk.part):
+            write_shard(features, chunk, traffic, target)
+            progress.add(0, len(chunk.prompts))
+            continue
+        if dtype not in generators:
+            generators = {dtype: make_generator(target, settings, list(requests.values()), seed)}
+        keep = chunk.split in feature_splits
+        own = [requests[prompt.prompt_id] for prompt in chunk.prompts]
+        replies = generators[dtype].generate(own, keep, progress.add)
+        if keep:
+            write_shard(features, chunk, traffic, target, replies)
+        write_part(traffic, chunk, own, replies, settings, dtype)
+    progress.finish()
+    finish(features)
+    finish(traffic)
+    return traffic, features
+
+
+def traffic_inputs(load_target: TargetLoader, prompts: Stage, settings: TrafficSettings, seed: int) -> dict[str, Any]:
+    """Everything that changes a reply; the seed does only where tokens are drawn."""
+    values = {**asdict(settings), "dtype": load_target.dtype, "seed": seed if settings.temperature > 0 else None}
+    return stage_inputs(STAGE_VERSION, values, {"prompts": prompts.key}, load_target.facts.fingerprint)
+
+
+def plan_chunks(prompts: list[Prompt], size: int) -> list[Chunk]:
+    """Fixed chunks of at most `size` prompts of one split, in stored order."""
+    chunks: list[Chunk] = []
+    for split in SPLITS:
+        own = [prompt for prompt in prompts if prompt.split == split]
+        for begin in range(0, len(own), size):
+            chunks.append(Chunk(len(chunks), split, own[begin : begin + size]))
+    return chunks
+
+
+def render(load_target: TargetLoader, prompts: list[Prompt], settings: TrafficSettings) -> dict[str, Request]:
+    """Token ids of every prompt.
+
+    Raises:
+        WrongInput: prompts longer than `traffic.max_prompt_tokens` or the target's context, the first few named.
+    """
+    requests: dict[str, Request] = {}
+    too_long: list[str] = []
+    context = load_target.facts.max_position
+    limit = min(settings.max_prompt_tokens, context - 1)
+    for prompt in prompts:
+        request = Request(prompt.prompt_id, load_target.render(prompt))
+        requests[prompt.prompt_id] = request
+        if len(request.token_ids) > limit:
+            too_long.append(f"{prompt.prompt_id[:12]} ({len(request.token_ids)} tokens)")
+    if too_long:
+        reason = "traffic.max_prompt_tokens" if limit == settings.max_prompt_tokens else "the target's context"
+        raise WrongInput(
+            f"prompts: found {len(too_long)} longer than {limit} tokens ({reason}): {', '.join(too_long[:NUM_NAMED])}"
+            f"{', ..' if len(too_long) > NUM_NAMED else ''}.\n"
+            f"Shorten or remove them, or raise traffic.max_prompt_tokens (the target's context is {context} tokens)."
+        )
+    if len(requests) < len(prompts):
+        raise WrongInput(f"prompts: found {len(prompts) - len(requests)} repeated prompts, expected each once.")
+    return requests
+
+
+def make_generator(target: Target, settings: TrafficSettings, requests: list[Request], seed: int) -> Generator:
+    """A generator whose cache fits the longest prompt of the whole stage, so that chunks do not depend on order."""
+    longest = max(len(request.token_ids) for request in requests)
+    sampling = Sampling(settings.temperature, settings.top_k, settings.top_p)
+    return Generator(target, sampling, settings.max_new_tokens, settings.slots, longest + settings.max_new_tokens, seed)
+
+
+def write_part(
+    traffic: Stage, chunk: Chunk, requests: list[Request], replies: list[Reply], settings: TrafficSettings, dtype: str
+) -> None:
+    """Commit a chunk: one Parquet row per request."""
+    import pyarrow as arrow
+    import pyarrow.parquet as parquet
+
+    sampling = json.dumps(Sampling(settings.temperature, settings.top_k, settings.top_p).to_dict())
+    rows = []
+    for prompt, request, reply in zip(chunk.prompts, requests, replies, strict=True):
+        prompt_tokens = len(request.token_ids)
+        rows.append(
+            {
+                "prompt_id": prompt.prompt_id,
+                "route": prompt.route,
+                "split": prompt.split,
+                "messages": json.dumps(list(prompt.messages), ensure_ascii=False),
+                "template_kwargs": json.dumps(prompt.template_kwargs, ensure_ascii=False),
+                "token_ids": request.token_ids + reply.token_ids,
+                "generated": [False] * prompt_tokens + [True] * len(reply.token_ids),
+                "logprob": [None] * prompt_tokens + reply.logprobs,
+                "finish_reason": reply.finish_reason,
+                "stop_token_id": reply.token_ids[-1] if reply.finish_reason == "stop" else None,
+                "sampling": sampling,
+                "backend": f"local-{dtype}",
+                "chunk": chunk.number,
+            }
+        )
+    text = arrow.string()
+    types = dict.fromkeys(rows[0], text) | {
+        "token_ids": arrow.list_(arrow.int32()),
+        "generated": arrow.list_(arrow.bool_()),
+        "logprob": arrow.list_(arrow.float32()),
+        "stop_token_id": arrow.int32(),
+        "chunk": arrow.int32(),
+    }
+    table = arrow.Table.from_pylist(rows, schema=arrow.schema(list(types.items())))
+    with atomic_path(traffic.folder / chunk.part) as temporary:
+        parquet.write_table(table, temporary)
+    traffic.record(chunk.part, len(rows))
