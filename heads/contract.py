@@ -71,7 +71,7 @@ class Head(nn.Module, ABC):
         """Read the prompt: features of x_0..x_t and tokens x_1..x_{t+1}, right-padded; rows are `lengths_B` long.
 
         Features are what this kind reads from the target (the taps, or `final`). Returns the draft state, with room for
-        `max_length` slots a row.
+        `max_length` slots a row; its `select(rows)` gives the state of some rows only, in that order.
         """
 
     @abstractmethod
