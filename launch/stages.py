@@ -1,0 +1,130 @@
+"""The stages of a recipe, in order: prompts -> traffic and features -> head -> eval -> export -> report.
+
+Each stage reads one folder and writes one. What its key says is complete is reused, what was interrupted continues.
+"""
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from headstart.eval.measure import evaluate
+from headstart.eval.report import write_report
+from headstart.heads.checkpoint import build_head
+from headstart.heads.contract import Head
+from headstart.heads.features import FeatureReader
+from headstart.heads.paths import Path as ReplyPath
+from headstart.heads.paths import read_paths
+from headstart.heads.store import Stage
+from headstart.heads.target import Target, TargetLoader
+from headstart.heads.vocabulary import choose_draft_vocabulary, coverage
+from headstart.launch.export_gate import checkpoint_folder, export_head
+from headstart.launch.run import RunFolder
+from headstart.launch.settings import Recipe
+from headstart.trainer.data import EvaluationRows, TrainingRows
+from headstart.trainer.loop import train
+from headstart.trainer.prompts import make_prompts
+from headstart.trainer.traffic import make_traffic
+
+
+def run_train(recipe: Recipe, recipe_path: Path, run: RunFolder) -> None:
+    """Everything from a recipe to an exported head. Each call below is a stage that can be run again on its own."""
+    targets = target_loader(recipe)
+    traffic, features = run_traffic(recipe, recipe_path, run, targets)
+    run_head(recipe, run, targets, traffic, features)
+    measure_head(recipe, run, targets)
+    write_report(run.folder)
+    for engine in recipe.export.engines:
+        export_head(run.folder, engine, targets(), recipe.eval, recipe.export)
+    print(f"report: {run.folder / 'report.md'}")
+
+
+def target_loader(recipe: Recipe) -> TargetLoader:
+    return TargetLoader(recipe.target, recipe.head.taps)
+
+
+def run_eval(
+    recipe: Recipe, recipe_path: Path, run: RunFolder, checkpoint: str = "best", parts: Sequence[str] = ()
+) -> None:
+    """Measure a checkpoint of a finished run again; `parts` of live, lossless, speed limit what is measured."""
+    measure_head(recipe, run, target_loader(recipe), checkpoint, parts)
+    write_report(run.folder)
+
+
+def run_export(
+    recipe: Recipe, recipe_path: Path, run: RunFolder, checkpoint: str = "best", out: Path | None = None,
+    untested: bool = False,
+) -> None:  # fmt: skip
+    """Write a checkpoint for the recipe's engines."""
+    target = target_loader(recipe)()
+    for engine in recipe.export.engines:
+        export_head(run.folder, engine, target, recipe.eval, recipe.export, checkpoint, out, untested)
+
+
+def run_traffic(recipe: Recipe, recipe_path: Path, run: RunFolder, targets: TargetLoader) -> tuple[Stage, Stage]:
+    """Prompts, the target's replies to them, and the states it had while replying."""
+    seed = recipe.run.seed
+    prompts = make_prompts(recipe.prompts, run.root, recipe_path.parent, seed, targets)
+    run.link("prompts", prompts.folder)
+    traffic, features = make_traffic(targets, prompts, recipe.traffic, run.root, seed)
+    run.link("traffic", traffic.folder)
+    run.link("features", features.folder)
+    run.claim({"parents": {"prompts": prompts.key, "traffic": traffic.key, "features": features.key}})
+    return traffic, features
+
+
+def run_head(recipe: Recipe, run: RunFolder, targets: TargetLoader, traffic: Stage, features: Stage) -> None:
+    """Train the head on what the target said, or finish a training that was interrupted."""
+    target = targets()
+    paths = list(read_paths(traffic.folder, "train"))
+    reader = FeatureReader(features.folder)
+    head = new_head(recipe, target, paths)
+    rows = TrainingRows(paths, reader, recipe.train.batch_tokens, recipe.run.seed)
+    validation = EvaluationRows(list(read_paths(traffic.folder, "validation")), reader, recipe.train.batch_tokens)
+    train(
+        head,
+        target.output_weight(),
+        rows,
+        validation,
+        recipe.train,
+        run.folder,
+        draft_length=recipe.eval.draft_length,
+        tracking=recipe.tracking,
+        name=run.name,
+        config=asdict(recipe),
+    )
+
+
+def new_head(recipe: Recipe, target: Target, paths: Sequence[ReplyPath]) -> Head:
+    """A head with its draft vocabulary chosen on the training replies and its first weights taken from the target."""
+    counts_V = np.zeros(target.facts.vocab_size, dtype=np.int64)
+    for path in paths:
+        np.add.at(counts_V, path.token_N[path.generated_N], 1)
+    draft_ids_V = choose_draft_vocabulary(counts_V, recipe.head.draft_vocab_size, target.facts)
+    print(
+        f"draft vocabulary: {len(draft_ids_V):,} of {target.facts.num_tokens:,} tokens hold "
+        f"{coverage(counts_V, draft_ids_V):.2%} of {counts_V.sum():,} generated training tokens"
+    )
+    torch.manual_seed(recipe.run.seed)
+    head = build_head(recipe.head, target.facts, torch.from_numpy(draft_ids_V))
+    head.to(target.device)
+    head.load_target(target, initialise=True)
+    return head
+
+
+def measure_head(
+    recipe: Recipe, run: RunFolder, targets: TargetLoader, checkpoint: str = "best", parts: Sequence[str] = ()
+) -> None:
+    """The eval stage on the held-out replies, which nothing before has read."""
+    evaluate(
+        targets,
+        checkpoint_folder(run.folder, checkpoint),
+        list(read_paths(run.folder / "traffic", "heldout")),
+        recipe.eval,
+        run.eval,
+        parts=parts,
+        prompts_name="heldout",
+        seed=recipe.run.seed,
+    )
