@@ -36,7 +36,7 @@ def find_rows(acceptance: dict[str, Any], **wanted: Any) -> list[dict[str, Any]]
 
 
 def routes_lost_to_ngram(acceptance: dict[str, Any], draft_length: int) -> list[str]:
-    """Routes where n-gram lookup, which costs nothing, accepts as much as the head or more."""
+    """Routes where n-gram lookup, which costs nothing, has the larger accept_len."""
     kind = acceptance["checkpoint"]["kind"]
     common = {"source": "offline", "draft_length": draft_length, "draft": "greedy"}
     found = {
@@ -46,7 +46,7 @@ def routes_lost_to_ngram(acceptance: dict[str, Any], draft_length: int) -> list[
     return [
         route
         for route, value in found[kind].items()
-        if route != "all" and value is not None and (found["ngram"].get(route) or 0) >= value
+        if route != "all" and value is not None and (found["ngram"].get(route) or 0) > value
     ]
 
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from headstart.eval.acceptance import acceptance_row, count_replies, reply_acceptance
+from headstart.eval.acceptance import acceptance_probabilities, acceptance_row, count_replies, reply_acceptance
 from headstart.eval.decode import decode, live_counts
 from headstart.eval.drafters import HeadDrafter, NgramDrafter, ScriptedDrafter, ngram_acceptance
 from headstart.heads.batch import pack, supervised_pairs
@@ -164,6 +164,32 @@ def test_offline_equals_live_step_for_step(tiny_target, heads, kind, draft_lengt
     if kind == "fitted":
         lengths = {step.accepted for reply in live for step in reply.steps}
         assert {0, 1} <= lengths  # drafts are accepted, but not always
+
+
+@pytest.mark.parametrize("kind", ["copying", "fitted"])
+def test_sampled_draft_is_kept_with_min_of_one_and_q_over_p(tiny_target, heads, kind):
+    prompts = make_prompts(tiny_target, [6, 14])
+    replies = make_prompts(tiny_target, [12, 9], seed=1)  # any tokens: the law holds for each
+    paths = [make_path(p, r, name) for p, r, name in zip(prompts, replies, "ab", strict=True)]
+    states = tiny_target.read([path.token_N for path in paths])
+    for path, state in zip(paths, states, strict=True):
+        logp_NV = torch.log_softmax(tiny_target.logits(state.final), -1)
+        generated = path.generated_N[1:]
+        path.logprob_N[1:][generated] = logp_NV[torch.arange(len(logp_NV)), torch.tensor(path.token_N[1:]).long()][
+            generated
+        ]
+    batch = pack([(path, s.taps, s.final) for path, s in zip(paths, states, strict=True)])
+    accept_SD, start_S, valid_SD = acceptance_probabilities(heads[kind], batch, 3, temperature=1.0)
+    if kind == "copying":  # q = p
+        assert accept_SD[valid_SD].numpy() == pytest.approx(1.0, abs=1e-5)
+        return
+    rollout = heads[kind].rollout(batch, 3)
+    q_SDV = torch.softmax(heads[kind].logits(rollout.state_SDH).detach(), -1)
+    for s, j in valid_SD.nonzero().tolist():
+        label = int(batch.next_token_T[start_S[s] + 1 + j])
+        p = float(batch.next_logprob_T[start_S[s] + 1 + j].exp())
+        q = sum(float(q_SDV[s, j, i]) for i, token in enumerate(heads[kind].draft_ids_V.tolist()) if token == label)
+        assert float(accept_SD[s, j]) == pytest.approx(min(1.0, q / p), rel=1e-4)
 
 
 def test_a_head_that_copies_the_target_gives_draft_length_plus_one(tiny_target):
