@@ -29,7 +29,7 @@ def main() -> None:
 
 def run(arguments: list[str]) -> int:
     """Run one command and return its exit code; a wrong input or a failed gate prints one message, no traceback."""
-    options = build_parser().parse_args(arguments)
+    options = parse(arguments)
     command: Callable[[argparse.Namespace], int | None] = options.command
     try:
         return command(options) or DONE
@@ -48,6 +48,18 @@ def run(arguments: list[str]) -> int:
     except Exception:
         traceback.print_exc()
         return FAULT
+
+
+def parse(arguments: list[str]) -> argparse.Namespace:
+    """Parsed arguments; `key=value` may stand before and after options, which argparse alone does not allow."""
+    parser = build_parser()
+    options, left = parser.parse_known_args(arguments)
+    taken = [text for text in left if not text.startswith("-") and hasattr(options, "overrides")]
+    if len(taken) < len(left):
+        parser.error(f"unrecognized arguments: {' '.join(text for text in left if text not in taken)}")
+    if taken:
+        options.overrides += taken
+    return options
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -181,7 +193,3 @@ def env_command(options: argparse.Namespace) -> None:
     from headstart.launch.listing import show_environment
 
     show_environment()
-
-
-if __name__ == "__main__":
-    main()

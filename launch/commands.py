@@ -20,6 +20,8 @@ def check(recipe_text: str, overrides: list[str], dry_run: bool) -> None:
     threads = ready_process(recipe)
     from headstart.launch.check import check_recipe
 
+    if dry_run:
+        run_folder(recipe).compare({"settings": training_settings(recipe)})
     checked = check_recipe(recipe, path, overrides)
     if dry_run:
         from headstart.launch.plan import print_plan
@@ -37,7 +39,7 @@ def train(recipe_text: str, overrides: list[str], fresh: bool) -> None:
     threads = ready_process(recipe)
     from headstart.launch.check import check_recipe
 
-    run = RunFolder(Path(recipe.run.root).expanduser().resolve() / recipe.run.name)
+    run = run_folder(recipe)
     if not fresh:
         run.compare({"settings": training_settings(recipe)})
     check_recipe(recipe, path, overrides, render=False)  # the traffic stage measures the prompts it renders
@@ -85,6 +87,10 @@ def report(run_text: str) -> None:
         from headstart.eval.report import write_report
 
         print(write_report(run.folder))
+
+
+def run_folder(recipe: Recipe) -> RunFolder:
+    return RunFolder(Path(recipe.run.root).expanduser().resolve() / recipe.run.name)
 
 
 def ready_process(recipe: Recipe) -> str:

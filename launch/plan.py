@@ -1,23 +1,30 @@
 """What training a recipe would do: derived values with reasons, stages that run or are reused, disk."""
 
+import shutil
 from pathlib import Path
 
-from headstart.heads.store import hash_json, read_json, stage_folder
-from headstart.launch.check import Checked, feature_bytes, free_bytes
+from headstart.heads.store import Stage, hash_json, read_json, stage_folder
+from headstart.heads.target import choose_device
+from headstart.launch.check import Checked
+from headstart.launch.commands import run_folder
+from headstart.launch.run import RunFolder
 from headstart.launch.settings import Recipe
+from headstart.trainer.features import features_inputs, token_bytes
+from headstart.trainer.precision import choose_precision
 from headstart.trainer.prompts import prompt_inputs
+from headstart.trainer.traffic import FEATURE_SPLITS, traffic_inputs
 
 Row = tuple[str, str, str]
 
 
 def print_plan(recipe: Recipe, path: Path, checked: Checked, threads: str) -> None:
     """Print the plan of a checked recipe."""
-    root = Path(recipe.run.root).expanduser().resolve()
+    run = run_folder(recipe)
     number, _, reason = threads.partition(" ")
     table("derived", [("threads", number, reason.strip("()")), *derived(recipe, checked)])
     table("prompts", [(line, "", "") for line in checked.prompts.describe().splitlines()])
-    table("stages", stages(recipe, path, root))
-    table("disk", disk(recipe, checked, root))
+    table("stages", stages(recipe, path, checked, run))
+    table("disk", disk(recipe, checked, run))
 
 
 def table(title: str, rows: list[Row]) -> None:
@@ -30,55 +37,74 @@ def table(title: str, rows: list[Row]) -> None:
 
 def derived(recipe: Recipe, checked: Checked) -> list[Row]:
     """Values that the recipe leaves open, as this machine and this target fill them in."""
-    from headstart.heads.target import choose_device, choose_dtype
-    from headstart.trainer.precision import choose_precision
-
-    target = checked.target
+    target, facts = checked.target, checked.target.facts
     device = choose_device(recipe.target.device)
-    auto = "as the recipe says"
-    dtype = str(choose_dtype(recipe.target.dtype)).removeprefix("torch.")
-    rows = [
-        ("target", recipe.target.model, f"{target.num_layers} layers, width {target.hidden_size}, {target.folder}"),
-        ("device", str(device), "no accelerator" if device.type == "cpu" and recipe.target.device == "auto" else auto),
-        (
-            "target.dtype",
-            dtype,
-            "halves the memory traffic that bounds decoding" if recipe.target.dtype == "auto" else auto,
-        ),
-        ("head.taps", str(target.taps(recipe)), auto if recipe.head.taps else "2, N // 2, N - 3: what engines read"),
-    ]
-    size = recipe.head.draft_vocab_size or target.num_tokens
-    rows.append(("draft vocabulary", str(size), f"of {target.num_tokens} tokens, {size / target.num_tokens:.0%}"))
     precision = choose_precision(recipe.train.dtype, device)
-    rows.append(("train.dtype", str(precision.dtype).removeprefix("torch."), precision.reason))
-    tokens = recipe.train.num_steps * recipe.train.batch_tokens
-    rows.append(("training tokens", f"{tokens:,}", f"{recipe.train.num_steps} steps of {recipe.train.batch_tokens}"))
+    vocabulary = recipe.head.draft_vocab_size or facts.num_tokens
+    recipe_says = "as the recipe says"
+    device_reason = "no accelerator here" if device.type == "cpu" else "the first accelerator"
+    dtype_reason = "halves the memory traffic that bounds decoding"
+    return [
+        ("target", recipe.target.model, f"{facts.num_layers} layers, width {facts.hidden_size}, {target.folder}"),
+        ("device", str(device), device_reason if recipe.target.device == "auto" else recipe_says),
+        ("target.dtype", target.dtype, dtype_reason if recipe.target.dtype == "auto" else recipe_says),
+        ("head.taps", str(target.taps), recipe_says if recipe.head.taps else "2, N // 2, N - 3: what engines read"),
+        ("draft vocabulary", f"{vocabulary:,}", f"{vocabulary / facts.num_tokens:.0%} of {facts.num_tokens:,} tokens"),
+        ("train.dtype", str(precision.dtype).removeprefix("torch."), precision.reason),
+        (
+            "training tokens",
+            f"{recipe.train.num_steps * recipe.train.batch_tokens:,}",
+            f"{recipe.train.num_steps:,} steps of {recipe.train.batch_tokens:,}",
+        ),
+    ]
+
+
+def stages(recipe: Recipe, path: Path, checked: Checked, run: RunFolder) -> list[Row]:
+    """Each stage with its key, and whether it is reused, continued or run."""
+    if recipe.prompts.num_synthesized:
+        return [("prompts", "key unknown", "the target writes prompts first, and the other keys depend on them")]
+    prompts = unopened(prompt_inputs(recipe.prompts, path.parent, recipe.run.seed))
+    traffic = unopened(traffic_inputs(checked.target, prompts, recipe.traffic, recipe.run.seed))
+    features = unopened(features_inputs(checked.target, traffic, FEATURE_SPLITS))
+    rows = [
+        stage_row(run.root, name, stage)
+        for name, stage in (("prompts", prompts), ("traffic", traffic), ("features", features))
+    ]
+    last = run.checkpoints / "last"
+    step = int(last.read_text().strip().removeprefix("step-")) if last.exists() else 0
+    state = "runs" if not step else f"continues from step {step:,}" if step < recipe.train.num_steps else "done"
+    rows.append(("train", "", f"{state} ({recipe.train.num_steps:,} steps)"))
+    rows += [("eval", "", "runs"), ("export", "", f"runs for {', '.join(recipe.export.engines) or 'no engine'}")]
     return rows
 
 
-def stages(recipe: Recipe, path: Path, root: Path) -> list[Row]:
-    """Each stage with its key, and whether it is reused, continued or run."""
-    key = hash_json(prompt_inputs(recipe.prompts, path.parent, recipe.run.seed))
-    return [stage_row(root, "prompts", key)]
+def unopened(inputs: dict) -> Stage:
+    """A stage by its inputs alone; no folder is made."""
+    return Stage(Path(), {"key": hash_json(inputs)})
 
 
-def stage_row(root: Path, stage: str, key: str) -> Row:
-    manifest = stage_folder(root, stage, key) / "manifest.json"
+def stage_row(root: Path, name: str, stage: Stage) -> Row:
+    manifest = stage_folder(root, name, stage.key) / "manifest.json"
     if not manifest.exists():
-        return stage, key[:12], "runs"
+        return name, stage.key[:12], "runs"
     found = read_json(manifest)
-    if found["state"] == "complete":
-        return stage, key[:12], "reused"
-    return stage, key[:12], f"continues, {len(found['outputs'])} files are there"
+    state = "reused" if found["state"] == "complete" else f"continues, {len(found['outputs'])} files are there"
+    return name, stage.key[:12], state
 
 
-def disk(recipe: Recipe, checked: Checked, root: Path) -> list[Row]:
-    most, per_token = feature_bytes(recipe, checked)
+def disk(recipe: Recipe, checked: Checked, run: RunFolder) -> list[Row]:
+    """The most that features can take, and what is free."""
+    cached = [prompt for split in FEATURE_SPLITS for prompt in checked.prompts.of(split)]
+    tokens = sum(checked.prompt_tokens[p.prompt_id] + recipe.traffic.max_new_tokens - 1 for p in cached)
+    size = token_bytes(checked.target)
+    folder = run.root
+    while not folder.exists():
+        folder = folder.parent
     return [
-        ("features", f"up to {gib(most)}", f"{per_token:,} bytes a token, if every reply runs to its limit"),
-        ("free", gib(free_bytes(root)), f"at {root}"),
+        ("features", f"at most {readable(tokens * size)}", f"{size:,} bytes a token, if every reply runs to its limit"),
+        ("free", readable(shutil.disk_usage(folder).free), f"at {folder}"),
     ]
 
 
-def gib(number: int) -> str:
-    return f"{number / 2**30:.1f} GiB" if number >= 2**29 else f"{number / 2**20:.1f} MiB"
+def readable(number: int) -> str:
+    return f"{number / 1e9:,.1f} GB" if number >= 5e8 else f"{number / 1e6:,.1f} MB"

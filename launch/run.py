@@ -151,7 +151,9 @@ class RunFolder:
             stamp = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
             handle.write(f"# {stamp}  headstart {__version__}  pid {os.getpid()}\n")
             handle.write(f"# {' '.join(f'{name}={value}' for name, value in versions().items())}\n")
-            handle.write(f"cd {shlex.quote(os.getcwd())}\n{shlex.join(sys.argv)}\n")
+            # Under `accelerate launch` or python the first argument is the recipe or a module, which only Python runs.
+            program = [] if os.access(sys.argv[0], os.X_OK) else [sys.executable]
+            handle.write(f"cd {shlex.quote(os.getcwd())}\n{shlex.join([*program, *sys.argv])}\n")
 
     @contextmanager
     def recorded(self) -> Iterator[None]:

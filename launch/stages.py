@@ -67,11 +67,12 @@ def run_traffic(recipe: Recipe, recipe_path: Path, run: RunFolder, targets: Targ
     """Prompts, the target's replies to them, and the states it had while replying."""
     seed = recipe.run.seed
     prompts = make_prompts(recipe.prompts, run.root, recipe_path.parent, seed, targets)
+    run.claim({"prompts": prompts.key})
     run.link("prompts", prompts.folder)
     traffic, features = make_traffic(targets, prompts, recipe.traffic, run.root, seed)
+    run.claim({"traffic": traffic.key, "features": features.key})
     run.link("traffic", traffic.folder)
     run.link("features", features.folder)
-    run.claim({"parents": {"prompts": prompts.key, "traffic": traffic.key, "features": features.key}})
     return traffic, features
 
 

@@ -45,14 +45,14 @@ NAMES = ("old songs", "a blue atlas", "your notes", "the second book", "this lis
 
 def test_own_prompts_on_the_tiny_target_are_fine(recipe: Path) -> None:
     checked = check_recipe(load_recipe(recipe), recipe, [])
-    assert checked.target.num_layers == 4
+    assert checked.target.facts.num_layers == 4
     assert len(checked.prompt_tokens) == len(checked.prompts.prompts) == 7
 
 
 def test_everything_that_does_not_fit_the_target_is_reported_at_once(recipe: Path) -> None:
     text = problems_of(recipe, "head.taps=[1, 5]", "head.draft_vocab_size=501", "target.device=nonsense")
     assert text.startswith("3 problems in")
-    assert "head.taps: found [5], but the target has 4 layers" in text
+    assert "head.taps: found [5], expected 0 .. 4" in text
     assert "head.draft_vocab_size: found 501, but the target's tokenizer has 500 tokens" in text
     assert "target.device: found 'nonsense'" in text
 
@@ -92,7 +92,7 @@ def test_a_tokenizer_without_chat_template_is_refused(recipe: Path, tiny_folder:
 def test_a_folder_that_holds_no_model_is_refused(recipe: Path) -> None:
     (recipe.parent / "empty").mkdir()
     (recipe.parent / "empty" / "config.json").write_text("{}")
-    assert "holds no model that transformers reads" in problems_of(recipe, f"target.model={recipe.parent / 'empty'}")
+    assert "holds no decoder-only language model" in problems_of(recipe, f"target.model={recipe.parent / 'empty'}")
 
 
 @pytest.mark.parametrize("name", sorted(built_in_recipes()))

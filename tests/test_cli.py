@@ -1,6 +1,5 @@
 """The command line: quick, torch-free help; exit codes; recipes that Python runs."""
 
-import os
 import subprocess
 import sys
 import time
@@ -13,15 +12,6 @@ from headstart.launch import cli
 from headstart.launch.processes import find_processes
 from headstart.launch.recipe import LAST_LINE, load_recipe
 from headstart.launch.threads import choose_threads, cpu_quota, usable_cores
-
-SCRIPTS = Path(sys.executable).parent
-
-
-def call(*arguments: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run the console script in a folder and return what it printed."""
-    environment = {**os.environ, **environment}
-    command = [sys.executable, "-m", "headstart.launch.cli", *arguments]
-    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=120)
 
 
 def test_help_is_quick_shows_examples_and_needs_no_torch(tmp_path: Path) -> None:
@@ -59,6 +49,15 @@ def test_wrong_input_is_code_2_and_one_message(
     captured = capsys.readouterr()
     assert captured.err.startswith("error: ")
     assert "Traceback" not in captured.err
+
+
+def test_overrides_stand_anywhere_and_unknown_options_are_refused() -> None:
+    options = cli.parse(["train", "smoke", "run.seed=1", "--dry-run", "train.depth=2"])
+    assert options.overrides == ["run.seed=1", "train.depth=2"]
+    assert options.dry_run
+    for arguments in (["train", "smoke", "--dry"], ["train", "smoke", "--nothing"], ["ls", "runs", "more"]):
+        with pytest.raises(SystemExit, match="2"):
+            cli.parse(arguments)
 
 
 def test_a_fault_is_code_1_with_its_traceback(

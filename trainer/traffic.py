@@ -31,6 +31,7 @@ from headstart.trainer.prompts import read_prompts
 from headstart.trainer.settings import TrafficSettings
 
 STAGE_VERSION = 1
+FEATURE_SPLITS = ("train", "validation")
 NUM_NAMED = 5  # prompts listed in an error
 
 
@@ -53,7 +54,7 @@ def make_traffic(
     settings: TrafficSettings,
     root: FilePath,
     seed: int = 0,
-    feature_splits: Sequence[str] = ("train", "validation"),
+    feature_splits: Sequence[str] = FEATURE_SPLITS,
 ) -> tuple[Stage, Stage]:
     """Answer all prompts of a prompts stage and keep the features of some splits; reuse and continue what is there.
 

@@ -1,0 +1,177 @@
+"""The literal command on recipes/smoke.yaml: every file has its form, a second run reuses, a killed run repeats.
+
+HEADSTART_KILLS=5 kills the run five times in each stage instead of once.
+"""
+
+import hashlib
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headstart.heads.store import read_json
+from headstart.launch import cli
+from tests.schema_rules import acceptance_violations, read_strict, run_violations
+
+ROOT = Path(__file__).resolve().parent.parent
+ACCELERATE = [str(Path(sys.executable).parent / "accelerate"), "launch"]
+if not Path(ACCELERATE[0]).exists():  # a virtual environment that borrows its packages has no scripts for them
+    ACCELERATE = [sys.executable, "-m", "accelerate.commands.launch"]
+
+
+def run_smoke(folder: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
+    """`accelerate launch recipes/smoke.yaml` in a folder that holds nothing but the recipes."""
+    shutil.copytree(ROOT / "recipes", folder / "recipes", dirs_exist_ok=True)
+    command = [*ACCELERATE, "recipes/smoke.yaml", *overrides]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300)
+
+
+@pytest.fixture(scope="module")
+def smoke(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """A finished run and what it printed."""
+    folder = tmp_path_factory.mktemp("smoke")
+    done = run_smoke(folder)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return folder / "runs" / "smoke", done.stdout
+
+
+def test_every_file_of_the_run_has_its_form(smoke: tuple[Path, str]) -> None:
+    run, _ = smoke
+    assert run_violations(run) == []
+    assert not list(run.rglob("*.tmp"))
+
+
+def test_the_run_says_what_it_measured(smoke: tuple[Path, str]) -> None:
+    run, printed = smoke
+    for expected in ("threads: 1 (run.threads)", "accept_len", "lossless: lossless", "speedup", "export/vllm"):
+        assert expected in printed
+    log = (run / "console.log").read_text()
+    assert [line for line in printed.splitlines() if line.startswith("eagle3")] == [
+        line for line in log.splitlines() if line.startswith("eagle3")
+    ]
+    assert "recipes/smoke.yaml" in (run / "command.txt").read_text()
+    assert read_json(run / "eval" / "lossless.json")["verdict"] == "lossless"
+    assert {path.name for path in (run / "export" / "vllm").iterdir()} >= {
+        "config.json",
+        "model.safetensors",
+        "README.md",
+    }
+    for plot in ("acceptance.png", "training.png"):
+        assert (run / plot).stat().st_size > 1000
+
+
+def test_a_broken_file_is_noticed(smoke: tuple[Path, str], tmp_path: Path) -> None:
+    path = tmp_path / "acceptance.json"
+
+    def violations_after(change: Callable[[dict[str, Any]], object]) -> list[str]:
+        content = read_strict(smoke[0] / "eval" / "acceptance.json")
+        change(content["rows"][0])
+        path.write_text(json.dumps(content))
+        return acceptance_violations(path)
+
+    assert violations_after(lambda row: None) == []
+    assert violations_after(lambda row: row.pop("tree"))
+    assert violations_after(lambda row: row.update(num_tokens=row["num_tokens"] + 1))
+    assert violations_after(lambda row: row["survival"].append(row["survival"][0]))
+    assert violations_after(lambda row: row.update(num_prompts="16"))
+
+
+def test_a_second_run_trains_nothing_again(smoke: tuple[Path, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    run, _ = smoke
+    before = contents(run)
+    monkeypatch.chdir(run.parent.parent)
+    done = run_smoke(run.parent.parent, "eval.speed_prompts=1", "eval.speed_repeats=1")
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert contents(run) == before
+    assert "tokens/s, " not in done.stdout.partition("acceptance:")[0].partition("draft vocabulary")[0]
+
+
+def test_another_recipe_is_refused_the_name(
+    smoke: tuple[Path, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(smoke[0].parent.parent)
+    assert cli.run(["train", "recipes/smoke.yaml", "train.num_steps=41"]) == 2
+    message = capsys.readouterr().err
+    assert "settings.train.num_steps (40 there, 41 here)" in message
+    assert "run.name=smoke-2" in message
+
+
+def test_a_finished_run_is_planned_as_reused_and_listed(
+    smoke: tuple[Path, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(smoke[0].parent.parent)
+    assert cli.run(["check", "recipes/smoke.yaml", "--dry-run"]) == 0
+    plan = capsys.readouterr().out.partition("\nstages\n")[2]
+    assert [line.split()[-1] for line in plan.splitlines()[:3]] == ["reused"] * 3
+    assert "done (40 steps)" in plan
+    assert cli.run(["ls", "runs"]) == 0
+    assert "smoke  exported  accept_len" in capsys.readouterr().out
+
+
+def test_a_run_killed_at_any_moment_ends_bit_equal(smoke: tuple[Path, str], tmp_path: Path) -> None:
+    unbroken, _ = smoke
+    shutil.copytree(ROOT / "recipes", tmp_path / "recipes")
+    run = tmp_path / "runs" / "smoke"
+    draw = random.Random(int(os.environ.get("HEADSTART_SEED", "0")))
+    last = run / "checkpoints" / "last"
+    for moment in moments(run, int(os.environ.get("HEADSTART_KILLS", "1")), draw):
+        kill_at(tmp_path, moment, delay=draw.uniform(0, 0.2))
+    kill_at(tmp_path, lambda: last.exists() and last.read_text().strip() == "step-000040", delay=0)
+    assert contents(run) == contents(unbroken)
+
+
+def moments(run: Path, number: int, draw: random.Random) -> Iterator[Callable[[], bool]]:
+    """Moments to kill at: `number` while replies are written, then as many while training goes on."""
+    parts = sorted(draw.randint(0, 5) for _ in range(number))
+    steps = sorted(draw.randrange(0, 36, 5) for _ in range(number))
+    for part in parts:
+        yield lambda part=part: len(list(run.parent.glob(".stages/traffic-*/part-*.parquet"))) >= part
+    for step in steps:
+        yield (
+            lambda step=step: (
+                f'"step": {step},' in read_text(run / "metrics.jsonl").replace('":', '": ').replace("  ", " ")
+            )
+        )
+
+
+def read_text(path: Path) -> str:
+    return path.read_text() if path.exists() else ""
+
+
+def kill_at(folder: Path, moment: Callable[[], bool], delay: float) -> None:
+    """Start the run, wait for the moment (in this life) and kill it with everything it started."""
+    command = [sys.executable, "recipes/smoke.yaml"]
+    process = subprocess.Popen(
+        command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    )
+    assert process.stdout is not None
+    for line in process.stdout:  # the stages have begun
+        if line.startswith("threads:"):
+            break
+    while process.poll() is None and not moment():
+        time.sleep(0.005)
+    time.sleep(delay)
+    assert process.poll() is None, "the run ended before it was killed"
+    os.killpg(process.pid, signal.SIGKILL)
+    process.communicate()
+
+
+def contents(run: Path) -> dict[str, Any]:
+    """What must repeat: replies, states, final and best weights, and the curve without its clock."""
+    files = [*run.glob("prompts/*.jsonl"), *run.glob("traffic/*.parquet"), *run.glob("features/*.safetensors")]
+    files += run.glob("checkpoints/step-000040/head.safetensors")
+    found: dict[str, Any] = {str(p.relative_to(run)): hashlib.sha256(p.read_bytes()).hexdigest() for p in sorted(files)}
+    found |= {name: read_text(run / "checkpoints" / name) for name in ("best", "last")}
+    clock = ("time", "train/tokens_per_s")
+    lines = [json.loads(line) for line in read_text(run / "metrics.jsonl").splitlines()]
+    found["metrics"] = [{key: value for key, value in line.items() if key not in clock} for line in lines]
+    return found
