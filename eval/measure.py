@@ -231,9 +231,15 @@ def measure_live(
         subject.tell(f"live: {done} of {num} replies")
 
     live = decode(target, prompts, HeadDrafter(head), length, limit, batch=batch, whole_blocks=True, progress=progress)
+    stored = {path.prompt_id: i for i, path in enumerate(subject.paths)}
+
+    def counts(counting: str) -> list[PromptCounts]:
+        """In stored order, so that the replicates are those of the offline rows."""
+        return sorted(live_counts(live, prompt_ids, routes, length, counting), key=lambda c: stored[c.prompt_id])
+
     rows = [
         subject.row(
-            live_counts(live, prompt_ids, routes, length, counting),
+            counts(counting),
             source="live",
             drafter=head.kind,
             draft_length=length,
