@@ -14,7 +14,17 @@ from headstart.trainer.prompts import gather, load_prompts, make_prompts, read_p
 from headstart.trainer.settings import PromptSettings
 from headstart.trainer.similarity import NEAR, NearIndex, drop_near, grams, jaccard, prompt_text
 from headstart.trainer.sources import read_source, role_names
-from headstart.trainer.templates import Expansion, Orders, builtin_prompts, calculate, in_turn, prompts_folder
+from headstart.trainer.templates import (
+    PER_ROUTE,
+    Expansion,
+    Orders,
+    builtin_prompts,
+    calculate,
+    in_turn,
+    load_templates,
+    prompts_folder,
+    route_prompts,
+)
 
 ROUTES = ["chat", "code", "json", "long", "maths", "qa", "summarisation", "translation"]
 HELDOUT_SHA256 = "bec6440d8eba6b8e14dfd82b24e6e7be718086f95b83f7d3ee4d261039f42e3b"
@@ -59,8 +69,8 @@ def test_heldout_prompts_are_frozen():
 def test_no_two_heldout_prompts_are_near_duplicates():
     index = NearIndex()
     for prompt in heldout():
-        assert index.closest(prompt_text(prompt))[0] <= NEAR
-        index.add(prompt_text(prompt))
+        assert index.closest(grams(prompt_text(prompt)))[0] <= NEAR
+        index.add(grams(prompt_text(prompt)))
 
 
 def test_no_training_prompt_is_near_a_heldout_one():
@@ -72,16 +82,29 @@ def test_no_training_prompt_is_near_a_heldout_one():
 def test_index_finds_what_a_comparison_of_all_pairs_finds():
     words = random.Random(1)
     texts = [" ".join(words.choice("abc") for _ in range(words.randrange(1, 12))) for _ in range(60)]
-    index = NearIndex(texts)
+    index = NearIndex(grams(text) for text in texts)
     for text in texts + ["a b", "never seen before at all"]:
         expected = max(jaccard(grams(text), grams(other)) for other in texts)
-        assert index.closest(text)[0] == expected
+        assert index.closest(grams(text))[0] == expected
 
 
-def test_builtin_prompts_are_the_same_every_time_and_distinct():
+def test_builtin_prompts_are_the_same_every_time_and_no_two_say_the_same():
     prompts = builtin_prompts()
-    assert prompts == builtin_prompts()
+    assert prompts == builtin_prompts.__wrapped__()
+    assert Counter(prompt.route for prompt in prompts) == dict.fromkeys(ROUTES, PER_ROUTE)
+    assert all(prompt.route == ROUTES[i % len(ROUTES)] for i, prompt in enumerate(prompts))
     assert len({prompt.prompt_id for prompt in prompts}) == len(prompts)
+
+
+def test_the_first_2000_builtin_prompts_hold_every_pattern_and_few_siblings():
+    for route, templates in load_templates().items():
+        first = list(route_prompts(templates, 250))
+        assert 2 * len(templates.patterns) <= len(first), route
+        index, siblings = NearIndex(), 0
+        for prompt in first:
+            siblings += index.closest(grams(prompt_text(prompt)))[0] > NEAR
+            index.add(grams(prompt_text(prompt)))
+        assert siblings <= 0.2 * len(first), route
 
 
 @pytest.mark.parametrize(
@@ -212,8 +235,9 @@ def test_splits_are_disjoint_balanced_and_stable_under_the_order_of_rows(tmp_pat
 
 
 def test_validation_does_not_depend_on_the_number_of_training_prompts():
-    small = gather(PromptSettings(num_train=16, num_validation=16), Path())
-    large = gather(PromptSettings(num_train=128, num_validation=16), Path())
+    routes = ["maths", "qa"]
+    small = gather(PromptSettings(routes=routes, num_train=16, num_validation=16), Path())
+    large = gather(PromptSettings(routes=routes, num_train=128, num_validation=16), Path())
     assert small.of("validation") == large.of("validation")
     assert small.of("train") == large.of("train")[:16]
 
@@ -275,7 +299,7 @@ def test_the_stage_is_reused_while_settings_and_content_stay(tmp_path):
 
 
 def test_an_interrupted_stage_is_made_again(tmp_path):
-    settings = PromptSettings(num_train=16, num_validation=8, num_heldout=8)
+    settings = PromptSettings(routes=["maths"], num_train=16, num_validation=8, num_heldout=8)
     stage = make_prompts(settings, tmp_path, tmp_path)
     manifest = stage.folder / "manifest.json"
     held = json.loads(manifest.read_text())

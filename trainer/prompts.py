@@ -82,8 +82,6 @@ def make_prompts(
     if stage.complete:
         return stage
     found = gather(settings, base)
-    if writer is not None:
-        raise NotImplementedError
     print(found.describe())
     rows = [
         {
@@ -183,7 +181,7 @@ def read_heldout(settings: PromptSettings, base: Path, roles: dict[str, str]) ->
 def read_training(name: str, base: Path, roles: dict[str, str]) -> Rows:
     """Built-in prompts in their committed order; those of a file by content hash, so that its row order is nothing."""
     if name == BUILTIN:
-        return Rows(builtin_prompts())
+        return Rows(list(builtin_prompts()))
     rows = read_source(source_path(name, base, "prompts.sources"), roles, "train")
     rows.prompts.sort(key=prompt_order)
     return rows

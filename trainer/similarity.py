@@ -3,6 +3,7 @@
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
+from itertools import chain
 
 from headstart.heads.paths import Prompt
 
@@ -17,7 +18,7 @@ Gram = tuple[str, ...]
 def grams(text: str, size: int = GRAM) -> frozenset[Gram]:
     """The set of word n-grams, lower case and without punctuation; a shorter text is one gram."""
     words = _WORD.findall(text.lower())
-    return frozenset(tuple(words[i : i + size]) for i in range(max(1, len(words) - size + 1)))
+    return frozenset(zip(*(words[i:] for i in range(size)), strict=False)) or frozenset([tuple(words)])
 
 
 def jaccard(a: frozenset[Gram], b: frozenset[Gram]) -> float:
@@ -33,44 +34,41 @@ def prompt_text(prompt: Prompt) -> str:
 
 
 class NearIndex:
-    """Texts that can be asked for their most similar member.
+    """Sets of grams that can be asked for their most similar member.
 
-    Only texts that share a gram with the question are compared, so that a question costs the length of its own posting
-    lists and the answer stays exact.
+    Only members that share a gram with the question are compared, so that a question costs the length of its own
+    posting lists and the answer stays exact.
     """
 
-    def __init__(self, texts: Iterable[str] = ()) -> None:
-        self._num_grams: list[int] = []
+    def __init__(self, members: Iterable[frozenset[Gram]] = ()) -> None:
+        self._sizes: list[int] = []
         self._rows: dict[Gram, list[int]] = defaultdict(list)
-        for text in texts:
-            self.add(text)
+        for member in members:
+            self.add(member)
 
     def __len__(self) -> int:
-        return len(self._num_grams)
+        return len(self._sizes)
 
-    def add(self, text: str) -> None:
-        found = grams(text)
-        for gram in found:
-            self._rows[gram].append(len(self._num_grams))
-        self._num_grams.append(len(found))
+    def add(self, member: frozenset[Gram]) -> None:
+        for gram in member:
+            self._rows[gram].append(len(self._sizes))
+        self._sizes.append(len(member))
 
-    def closest(self, text: str) -> tuple[float, int]:
+    def closest(self, question: frozenset[Gram]) -> tuple[float, int]:
         """The highest Jaccard similarity and the row that has it; (0.0, -1) where nothing is shared."""
-        found = grams(text)
-        shared = Counter(row for gram in found if gram in self._rows for row in self._rows[gram])
-        best = (0.0, -1)
-        for row, count in shared.items():
-            best = max(best, (count / (len(found) + self._num_grams[row] - count), row))
-        return best
+        lists = [self._rows[gram] for gram in question & self._rows.keys()]
+        shared = Counter(chain.from_iterable(lists))
+        similarities = ((count / (len(question) + self._sizes[row] - count), row) for row, count in shared.items())
+        return max(similarities, default=(0.0, -1))
 
 
 def drop_near(prompts: Sequence[Prompt], others: Sequence[Prompt]) -> tuple[list[Prompt], list[tuple[Prompt, float]]]:
     """Split `prompts` into those that stay and those that are near-duplicates of one of `others`."""
-    index = NearIndex(prompt_text(other) for other in others)
+    index = NearIndex(grams(prompt_text(other)) for other in others)
     kept: list[Prompt] = []
     dropped: list[tuple[Prompt, float]] = []
     for prompt in prompts:
-        similarity, _ = index.closest(prompt_text(prompt))
+        similarity, _ = index.closest(grams(prompt_text(prompt)))
         if similarity > NEAR:
             dropped.append((prompt, similarity))
         else:

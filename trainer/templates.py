@@ -5,7 +5,7 @@ a user turn, or a list of one-key mappings role: text. In braces, inside pattern
 
     {{city}}        an entry of the list `city`; {{city.a}} and {{city.b}} are two different ones; {{^city}} starts it
                     with a capital letter
-    {{3..40}}       a whole number; {{n:3..40}} names it, {{n}} repeats it
+    {{3..40}}       a whole number; {{n:3..40}} names it, {{n}} repeats it, {{!n:3..40}} names one without a trace
     {{= n * 4 + 1}} arithmetic over named numbers
 
 A name means one value inside one prompt. The r-th expansion of a pattern takes the r-th entry of each list in an order
@@ -19,15 +19,17 @@ import random
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from headstart.heads.paths import Prompt
+from headstart.trainer.similarity import NearIndex, grams, prompt_text
 
 PER_ROUTE = 1000  # prompts a route yields, written ones included
+SIBLING = 0.8  # prompts of one route more similar than this are not both kept
 
 _SLOT = re.compile(r"\{\{([^{}]+)\}\}")
 _RANGE = re.compile(r"(?:([a-z_]+)\s*:\s*)?(-?\d+)\.\.(-?\d+)")
@@ -54,10 +56,10 @@ def builtin_files() -> list[Path]:
     return [prompts_folder() / "train.jsonl", *sorted(prompts_folder().glob("templates_*.yaml"))]
 
 
-def builtin_prompts(per_route: int = PER_ROUTE) -> list[Prompt]:
+@cache
+def builtin_prompts(per_route: int = PER_ROUTE) -> tuple[Prompt, ...]:
     """Built-in training prompts, routes in turn; of each route written and expanded ones in turn."""
-    routes = {route: route_prompts(route, templates, per_route) for route, templates in load_templates().items()}
-    return list(in_turn(routes.values()))
+    return tuple(in_turn(route_prompts(templates, per_route) for templates in load_templates().values()))
 
 
 def in_turn(sequences: Any) -> Iterator[Any]:
@@ -105,16 +107,17 @@ def flat(turn: dict[str, str]) -> dict[str, str]:
     return {"role": role, "content": content.strip("\n")}
 
 
-def route_prompts(route: str, templates: Templates, limit: int) -> Iterator[Prompt]:
+def route_prompts(templates: Templates, limit: int) -> Iterator[Prompt]:
     """Distinct prompts of one route: a written one and an expanded one in turn, then expanded ones only."""
-    seen: set[str] = set()
+    index = NearIndex()
     for messages in in_turn([templates.written, expand_all(templates)]):
-        prompt = Prompt(route, tuple(messages))
-        if prompt.prompt_id in seen:
+        prompt = Prompt(templates.route, tuple(messages))
+        found = grams(prompt_text(prompt))
+        if index.closest(found)[0] > SIBLING:
             continue
-        seen.add(prompt.prompt_id)
+        index.add(found)
         yield prompt
-        if len(seen) == limit:
+        if len(index) == limit:
             return
 
 
@@ -167,6 +170,7 @@ class Expansion:
     number: int
     texts: dict[str, str] = field(default_factory=dict)
     numbers: dict[str, int] = field(default_factory=dict)
+    taken: set[tuple[str, str]] = field(default_factory=set)
 
     @cached_property
     def random(self) -> random.Random:
@@ -182,6 +186,9 @@ class Expansion:
         if slot.startswith("^"):
             text = self.value(slot[1:])
             return text[:1].upper() + text[1:]
+        if slot.startswith("!"):
+            self.value(slot[1:])
+            return ""
         if slot.startswith("="):
             return str(calculate(slot[1:], self.numbers))
         if (found := _RANGE.fullmatch(slot)) is not None:
@@ -191,20 +198,18 @@ class Expansion:
         if slot in self.numbers:
             return str(self.numbers[slot])
         if slot not in self.texts:
-            name = slot.split(".")[0]
-            used = {text for other, text in self.texts.items() if other.split(".")[0] == name}
-            drawn_text = self.draw(name, slot, used)
-            self.texts[slot] = drawn_text
+            self.texts[slot] = self.fill(self.draw(slot.split(".")[0], slot))
         return self.texts[slot]
 
-    def draw(self, name: str, slot: str, used: set[str]) -> str:
-        """An entry no other slot of this list has; where all are used, any."""
-        text = ""
+    def draw(self, name: str, slot: str) -> str:
+        """An entry of the list that no other slot has; where all are taken, any."""
+        entry = ""
         for shift in range(len(self.orders.words[name])):
-            text = self.fill(self.orders.entry(name, f"{self.place} {slot}", self.number + shift))
-            if text not in used:
+            entry = self.orders.entry(name, f"{self.place} {slot}", self.number + shift)
+            if (name, entry) not in self.taken:
                 break
-        return text
+        self.taken.add((name, entry))
+        return entry
 
 
 def calculate(expression: str, numbers: dict[str, int]) -> int:
