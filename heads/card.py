@@ -132,7 +132,7 @@ def _speed(record: dict[str, Any], evals: dict[str, Any]) -> str:
 
 
 def _serving(record: dict[str, Any]) -> str:
-    lines = ["## Serve it", "", f"```\nTARGET={record['target']['folder']}\nHEAD=/path/to/this/folder\n```"]
+    lines = ["## Serve it", "", f"```\nTARGET={record['target']['folder']}\nHEAD={record['folder']}\n```"]
     draft_length = record["draft_length"]
     for engine in record["readable_by"]:
         how, command = SERVE[engine]
@@ -195,6 +195,7 @@ def _provenance(record: dict[str, Any]) -> str:
     checkpoint, target = record["checkpoint"], record["target"]
     lines = ["## Provenance", "", f"- checkpoint: step {checkpoint['step']}, sha256 {checkpoint['sha256']}"]
     lines += [f"- target {name}: {value}" for name, value in target["fingerprint"].items()]
+    lines += [f"- {name} stage: {key}" for name, key in record["data"].items()]
     lines += [f"- {name}: {value}" for name, value in record["made_by"]["versions"].items()]
     for entry in record["loaded_in"]:
         survival = ", ".join(f"{value:.3f}" for value in entry["survival"])

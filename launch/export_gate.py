@@ -15,9 +15,10 @@ from headstart.heads.eagle3 import Eagle3
 from headstart.heads.errors import WrongInput
 from headstart.heads.export import ENGINES, export_dtype, refuse_unservable, write_eagle3
 from headstart.heads.served import read_eagle3
-from headstart.heads.store import hash_file, read_json, versions, write_json
+from headstart.heads.store import MANIFEST, hash_file, read_json, versions, write_json
 from headstart.heads.target import Target
 
+STAGES = ("prompts", "traffic", "features")
 TAP_CONVENTION = "tap L is the residual stream after L decoder layers (0: the embedding; before the final norm)"
 
 
@@ -41,12 +42,14 @@ def export_head(
     sha256 = head_hash(folder)
     if not untested:
         require_gate(run, sha256, eval_settings)
-    head = load_head(folder, target)
+    head = load_head(folder, target).to("cpu").eval()
     if not isinstance(head, Eagle3):
         raise WrongInput(f"{folder}: found a head of kind {head.kind!r}; {engine} has a writer for eagle3 only.")
     out = out or run / "export" / engine
     evals = read_evals(run / "eval")
-    problems = [*unmeasured(evals, sha256, eval_settings), *failures(evals, eval_settings)]
+    # Figures of another checkpoint never reach the card.
+    measured = {name: v if v and v["checkpoint"]["sha256"] == sha256 else None for name, v in evals.items()}
+    problems = [*unmeasured(evals, sha256, eval_settings), *failures(measured, eval_settings)]
     record = {
         "schema": RECORD_SCHEMA,
         "kind": head.kind,
@@ -60,17 +63,17 @@ def export_head(
             "folder": str(resolve_model(target.facts.name)),
             "fingerprint": target.facts.fingerprint,
         },
+        "data": {name: read_json(file)["key"] for name in STAGES if (file := run / name / MANIFEST).exists()},
+        "folder": str(out.resolve()),
         "taps": head.taps,
         "tap_convention": TAP_CONVENTION,
-        "draft_length": recommended_draft_length(evals, engine, eval_settings.draft_length),
+        "draft_length": recommended_draft_length(measured, engine, eval_settings.draft_length),
         "dtype": export_dtype(export_settings.dtype, head),
         "tensors": {},
         "files": {},
         "loaded_in": [],
         "made_by": {"versions": versions(), "written": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())},
     }
-    # Figures of another checkpoint never reach the card.
-    measured = {name: v if v and v["checkpoint"]["sha256"] == sha256 else None for name, v in evals.items()}
 
     def describe(written: Path) -> None:
         record["readable_by"] = [name for name in ENGINES if serves(written, name, head)]
