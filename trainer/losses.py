@@ -30,7 +30,7 @@ from headstart.heads.contract import Rollout
 from headstart.trainer.settings import LossSettings
 
 KINDS = ("kl", "ce", "tv", "lk_hybrid")
-ROW_MULTIPLE = 32  # chunks have few distinct row counts: every new shape costs oneDNN a new kernel
+ROW_MULTIPLE = 16  # chunks have few distinct row counts: every new shape costs oneDNN a new kernel
 
 
 @dataclass
@@ -40,7 +40,7 @@ class PairSums:
     pairs_D: Tensor
     loss_D: Tensor  # without the depth weight
     mass_D: Tensor  # the target's probability of the draft vocabulary
-    hits_D: Tensor  # the recorded token is the head's first choice: acceptance of a greedy draft along the path
+    hits_D: Tensor  # no logit lies above the recorded token's: a greedy draft of it (rounded logits tie now and then)
     overlap_D: Tensor  # min(1, q(x) / p(x)): acceptance of a sampled draft where x was sampled at temperature 1
     outside_D: Tensor  # the recorded token lies outside the draft vocabulary
 
@@ -161,6 +161,9 @@ class _Charge:
         self.logits_XV = narrow_empty(depth * self.rows, vocab)  # X = D * R; turned into gradients in place
         self.teacher_logits_RV = narrow_empty(self.rows, vocab)
         self.weight_part_VH = narrow_empty(vocab, hidden)
+        self.weight_wide_VH = torch.empty_like(
+            self.weight_grad_VH
+        )  # kept: adding the narrow part makes a new one each time
         self.p_RV, self.q_RV, self.z_RV = self.teacher_logits_RV.new_empty(
             3, self.rows, vocab, dtype=self.wide
         ).unbind()
@@ -211,7 +214,8 @@ class _Charge:
         z_RV, q_RV, p_RV = self.z_RV, self.q_RV, self.p_RV
         torch.softmax(z_RV, -1, out=q_RV)
         top_R, log_sum_R = _top_and_log_sum(z_RV, q_RV)
-        log_q_R = z_RV.gather(1, self.token_R.clamp(min=0)[:, None]).squeeze(1) - log_sum_R
+        own_R = z_RV.gather(1, self.token_R.clamp(min=0)[:, None]).squeeze(1)
+        log_q_R = own_R - log_sum_R
         kind = self.loss.kind
         if kind == "ce":
             loss_R = torch.where(self.inside_R, -log_q_R, 0.0)
@@ -231,7 +235,7 @@ class _Charge:
             scale_R = share_R * self.mass_R + (1 - share_R) * z_RV.sum(-1)
             z_RV.mul_(1 - share_R[:, None]).addcmul_(p_RV, share_R[:, None])
             q_RV.mul_(scale_R[:, None]).sub_(z_RV)
-        hit_R = top_R == self.token_R
+        hit_R = self.inside_R & (own_R >= top_R)
         overlap_R = torch.where(self.inside_R, (log_q_R - self.logprob_R).clamp(max=0).exp(), 0.0)
         row_sums = (torch.ones_like(valid_R), loss_R, self.mass_R, hit_R, overlap_R, ~self.inside_R)
         for field, value_R in zip(fields(self.sums), row_sums, strict=True):
@@ -249,14 +253,14 @@ class _Charge:
         if self.weight_grad_VH.dtype == self.teacher.dtype:
             self.weight_grad_VH.addmm_(self.logits_XV.t(), weighted_XH)
         else:
-            self.weight_grad_VH.add_(torch.mm(self.logits_XV.t(), weighted_XH, out=self.weight_part_VH))
+            torch.mm(self.logits_XV.t(), weighted_XH, out=self.weight_part_VH)
+            self.weight_grad_VH.add_(self.weight_wide_VH.copy_(self.weight_part_VH))
 
 
 def _top_and_log_sum(z_RV: Tensor, softmax_RV: Tensor) -> tuple[Tensor, Tensor]:
-    """Index of the largest logit and log sum exp z, read off the softmax at hand: z_k - log softmax_k at that index."""
-    top_R1 = z_RV.argmax(-1, keepdim=True)
-    log_sum_R1 = z_RV.gather(1, top_R1) - softmax_RV.gather(1, top_R1).log()
-    return top_R1.squeeze(1), log_sum_R1.squeeze(1)
+    """The largest logit, and log sum exp z read off the softmax at hand: z - log softmax where both are largest."""
+    top_R = z_RV.amax(-1)
+    return top_R, top_R - softmax_RV.amax(-1).log()
 
 
 def _round_up(value: int, multiple: int) -> int:

@@ -84,7 +84,7 @@ class LossSettings:
     """Pair (t, j) weighs depth_decay ** j."""
     lk_rate: NonNegative = 3.0
     """lk_hybrid mixes lambda = exp(-lk_rate * acceptance) of KL with 1 - lambda of TV."""
-    chunk: Positive = 512
+    chunk: Positive = 1024
     """Pairs projected to the vocabulary at a time."""
 
 
