@@ -119,8 +119,19 @@ def install_llamacpp() -> LlamaCpp:
         shutil.rmtree(folder / ".unpacked")
     # Built elsewhere and renamed, so that a broken build is never taken for a finished one.
     building = folder / "building"
-    _run("configuring it", tools["cmake"], "-S", source, "-B", building, "-G", "Ninja", *CMAKE_FLAGS)
-    _run("compiling it", tools["ninja"], "-C", building, "llama-server")
+    _run(
+        "configuring it",
+        tools["cmake"],
+        "-S",
+        source,
+        "-B",
+        building,
+        "-G",
+        "Ninja",
+        f"-DCMAKE_MAKE_PROGRAM={tools['ninja']}",
+        *CMAKE_FLAGS,
+    )
+    _run("compiling it", tools["cmake"], "--build", building, "--target", "llama-server")
     (folder / "bin").mkdir(exist_ok=True)
     os.replace(building / "bin" / "llama-server", folder / "bin" / "llama-server")
     shutil.rmtree(building)

@@ -91,19 +91,24 @@ def _rows(record: dict[str, Any], evals: dict[str, Any]) -> list[dict[str, Any]]
 
 
 def _acceptance(record: dict[str, Any], evals: dict[str, Any]) -> str:
-    rows = [r for r in _rows(record, evals) if r["route"] == "all" or r["draft_length"] == record["draft_length"]]
+    """The head at every draft length, then by route beside n-gram lookup, which costs nothing."""
+    rows, length = _rows(record, evals), record["draft_length"]
     if not rows:
         return "## Acceptance\n\nNot measured."
+    lookup = [row for row in evals["acceptance"]["rows"] if row["drafter"] == "ngram" and row["context"] == "all"]
+    rows = [row for row in rows if row["route"] == "all" or row["draft_length"] == length]
+    rows += [row for row in lookup if row["draft_length"] == length]
     lines = [
         "## Acceptance",
         "",
-        "| source | route | temperature | draft | draft length | counting | accept_len | survival s_0, s_1, .. | prompts |",
+        "| drafter | source | route | temperature | draft length | counting | accept_len | s_0, s_1, .. | prompts |",
         "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     for row in rows:
         survival = ", ".join(interval_text({"value": s["value"]}, 3) for s in row["survival"])
+        drafter = row["drafter"] + ("" if row["draft"] == "greedy" else f" ({row['draft']})")
         lines.append(
-            f"| {row['source']} | {row['route']} | {row['temperature']:g} | {row['draft']} | {row['draft_length']} "
+            f"| {drafter} | {row['source']} | {row['route']} | {row['temperature']:g} | {row['draft_length']} "
             f"| {row['counting']} | {interval_text(row['accept_len'])} | {survival} | {row['num_prompts']} |"
         )
     return "\n".join(lines)
@@ -127,7 +132,12 @@ def _speed(record: dict[str, Any], evals: dict[str, Any]) -> str:
                 f"| {' | '.join(figures)} | {interval_text(row['speedup'])} |"
             )
     hardware = speed["hardware"]
-    lines += ["", f"Measured on {hardware.get('gpu') or hardware['cpu']}, {hardware['cores']} cores."]
+    lines += ["", f"Measured on {hardware.get('gpu') or hardware['cpu']}, {hardware['cores']} cores.", ""]
+    for entry in speed.get("recommended", []):
+        advice = f"draft length {entry['draft_length']}" if entry["draft_length"] else "no speculation"
+        off = f"; off for {', '.join(entry['routes_off'])}" if entry["draft_length"] and entry.get("routes_off") else ""
+        span = "-".join(str(end) for end in sorted(set(entry["concurrency"])))
+        lines.append(f"- recommended at concurrency {span} ({entry['engine']}): {advice}{off}")
     return "\n".join(lines)
 
 

@@ -43,7 +43,7 @@ def speed(sha256, speedup=1.3):
     }  # fmt: skip
     checkpoint = {"kind": "eagle3", "step": 7, "sha256": sha256}
     hardware = {"cpu": "two cores", "cores": 2, "gpu": None, "versions": {}}
-    recommended = [{"engine": "vllm", "draft_length": 2}]
+    recommended = [{"engine": "vllm", "concurrency": [1, 4], "draft_length": 2, "routes_off": ["json"], "flags": ""}]
     absolute = {"generate_tokens_per_s": 9.0, "plain_tokens_per_s": 10.0}
     return {
         "checkpoint": checkpoint, "hardware": hardware, "absolute": absolute, "rows": [row], "recommended": recommended
@@ -120,7 +120,15 @@ def test_the_card_holds_the_figures_the_definitions_and_the_commands(run, tiny_t
     assert out == run / "export" / "vllm"
     card = (out / "README.md").read_text()
     assert card.startswith("# EAGLE3 draft head for tiny")
-    for text in ("lossless: lossless", "2.00 [1.90, 2.10]", "0.500, 0.300, 0.200", "0.87", "| accept_len |", sha256):
+    for text in (
+        "1-4 (vllm): draft length 2; off for json",
+        "lossless: lossless",
+        "2.00 [1.90, 2.10]",
+        "0.500, 0.300, 0.200",
+        "0.87",
+        "| accept_len |",
+        sha256,
+    ):
         assert text in card
     assert '"method":"eagle3"' in card
     assert '"num_speculative_tokens":2' in card
