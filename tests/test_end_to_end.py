@@ -20,6 +20,7 @@ import pytest
 
 from headstart.heads.store import read_json
 from headstart.launch import cli
+from headstart.trainer.metrics import read_metrics
 from tests.schema_rules import acceptance_violations, read_strict, run_violations
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -89,7 +90,7 @@ def test_a_second_run_trains_nothing_again(smoke: tuple[Path, str], monkeypatch:
     run, _ = smoke
     before = contents(run)
     monkeypatch.chdir(run.parent.parent)
-    done = run_smoke(run.parent.parent, "eval.speed_prompts=1", "eval.speed_repeats=1")
+    done = run_smoke(run.parent.parent, "eval.live_prompts=2", "eval.speed_prompts=1", "eval.speed_repeats=1")
     assert done.returncode == 0, done.stderr[-3000:]
     assert contents(run) == before
     assert "tokens/s, " not in done.stdout.partition("acceptance:")[0].partition("draft vocabulary")[0]
@@ -136,11 +137,7 @@ def moments(run: Path, number: int, draw: random.Random) -> Iterator[Callable[[]
     for part in parts:
         yield lambda part=part: len(list(run.parent.glob(".stages/traffic-*/part-*.parquet"))) >= part
     for step in steps:
-        yield (
-            lambda step=step: (
-                f'"step": {step},' in read_text(run / "metrics.jsonl").replace('":', '": ').replace("  ", " ")
-            )
-        )
+        yield lambda step=step: max((line["step"] for line in read_metrics(run / "metrics.jsonl")), default=-1) >= step
 
 
 def read_text(path: Path) -> str:
@@ -172,6 +169,6 @@ def contents(run: Path) -> dict[str, Any]:
     found: dict[str, Any] = {str(p.relative_to(run)): hashlib.sha256(p.read_bytes()).hexdigest() for p in sorted(files)}
     found |= {name: read_text(run / "checkpoints" / name) for name in ("best", "last")}
     clock = ("time", "train/tokens_per_s")
-    lines = [json.loads(line) for line in read_text(run / "metrics.jsonl").splitlines()]
+    lines = read_metrics(run / "metrics.jsonl")
     found["metrics"] = [{key: value for key, value in line.items() if key not in clock} for line in lines]
     return found
