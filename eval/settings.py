@@ -36,6 +36,8 @@ class EvalSettings:
     """Gate: a held-out accept_len whose interval lies below this fails."""
     min_speedup: NonNegative = 0.0
     """Gate: a best speedup below this fails; 0 only reports."""
+    fail_slow_plain: bool = True
+    """Gate: plain decoding slower than transformers.generate fails, for speedups over it would mean nothing."""
 
     def conflicts(self) -> Conflicts:
         for name in ("draft_lengths", "speed_draft_lengths"):

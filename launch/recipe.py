@@ -26,7 +26,8 @@ LAUNCH_KEY = "_"
 def built_in_recipes() -> dict[str, Path]:
     """Recipes that come with headstart, by name."""
     folder = Path(headstart.recipes.__path__[0])
-    return {str(path.relative_to(folder).with_suffix("")): path for path in sorted(folder.rglob("*.yaml"))}
+    named = {path.relative_to(folder): path for path in sorted(folder.rglob("*.yaml"))}
+    return {str(name.with_suffix("")): path for name, path in named.items() if name.parts[0] != "prompts"}
 
 
 def find_recipe(text: str) -> Path:
