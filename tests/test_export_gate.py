@@ -2,11 +2,15 @@
 
 import json
 
+import numpy as np
 import pytest
 
+from headstart.eval import engines
+from headstart.eval.engine_runs import EngineReply, EngineRun
 from headstart.eval.settings import EvalSettings, ExportSettings
 from headstart.heads.checkpoint import head_hash, save_head
 from headstart.heads.errors import GateFailed, WrongInput
+from headstart.heads.paths import Path
 from headstart.launch.export_gate import export_head
 from tests.test_export import make_head
 
@@ -151,3 +155,24 @@ def test_untested_says_so_in_the_first_line_and_shows_no_foreign_figures(run, ti
 def test_a_missing_checkpoint_names_what_is_there(run, tiny_target):
     with pytest.raises(WrongInput, match="step-000007"):
         export(run, tiny_target, checkpoint="step-000500")
+
+
+def test_an_engines_figures_reach_the_eval_file_and_the_card_once(run, tiny_target):
+    sha256 = own_hash(run)
+    body = {"interval": {"replicates": 100, "seed": 0}}
+    measure(run, acceptance=acceptance(sha256) | body, lossless=lossless(sha256))
+    out = export(run, tiny_target)
+    paths = [Path(name, "chat", "heldout", *[np.zeros(2)] * 3, "stop", {}) for name in "ab"]
+    drafted = EngineRun("vllm", "0.32.0", [EngineReply([1], 10, [6, 3, 1]), EngineReply([2], 10, [4, 1, 1])])
+    result = engines.compare(drafted, drafted, drafted.replies, [[1], [2]])
+    for _ in range(2):
+        record = json.loads((out / "headstart.json").read_text())
+        engines.keep(run, out, record, result, drafted, paths, 3)
+    rows = json.loads((run / "eval" / "acceptance.json").read_text())["rows"]
+    assert [row["source"] for row in rows] == ["offline", "vllm-0.32.0"]
+    assert rows[1]["survival"][0]["value"] == pytest.approx(0.5)
+    card = (out / "README.md").read_text()
+    assert "loaded and compared in: vllm 0.32.0" in card
+    assert card.count("vllm 0.32.0: survival 0.500, 0.200, 0.100 over 20 drafts (2 prompts), verdict pass") == 1
+    assert "accept_len: 2.00" in card  # the headline stays our own measurement
+    assert json.loads((out / "headstart.json").read_text())["loaded_in"][0]["verdict"] == "pass"
