@@ -96,6 +96,23 @@ def test_resume_with_other_settings_names_the_field(tmp_path):
     run(tmp_path, replace(SETTINGS, num_steps=6, log_every=1, save_every=2))  # free to change
 
 
+def test_a_lost_checkpoint_is_an_error_and_not_a_new_start(tmp_path):
+    run(tmp_path, replace(SETTINGS, num_steps=6))
+    (tmp_path / "checkpoints/last").write_text("step-000004\n")
+    with pytest.raises(WrongInput, match="step-000004"):
+        run(tmp_path, replace(SETTINGS, num_steps=6))
+
+
+def test_finished_training_is_left_as_it_is(tmp_path):
+    run(tmp_path)
+    before = (tmp_path / METRICS).read_bytes()
+    head, progress = run(tmp_path, head=make_head(seed=3))
+    assert progress.step == SETTINGS.num_steps
+    assert (tmp_path / METRICS).read_bytes() == before
+    saved = load_file(tmp_path / "checkpoints/step-000024/head.safetensors")
+    assert all(torch.equal(saved[name], tensor) for name, tensor in head.trained_tensors().items())
+
+
 def test_metrics_go_up_and_a_resume_cuts_what_its_checkpoint_does_not_hold(tmp_path):
     metrics = MetricsFile(tmp_path / METRICS)
     for step in (0, 10, 20, 30):

@@ -43,8 +43,8 @@ class Progress:
         self.num_skipped += skipped
         self.num_skipped_in_a_row = self.num_skipped_in_a_row + 1 if skipped else 0
 
-    def is_best(self, accept_len: float | None) -> bool:
-        """Take note of a measured accept_len (nan or None: not measurable); whether it is the best so far."""
+    def note_best(self, accept_len: float | None) -> bool:
+        """Take note of a measured accept_len (None: not measurable); returns whether it is the best so far."""
         if accept_len is None or not accept_len > self.best_accept_len:
             return False
         self.best_step, self.best_accept_len = self.step, accept_len

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from headstart.eval.acceptance import acceptance_row, offline_acceptance
 from headstart.heads.contract import Head
+from headstart.heads.errors import WrongInput
 from headstart.heads.vocabulary import hash_ids
 from headstart.trainer.checkpoint import (
     Progress,
@@ -115,8 +116,10 @@ def train(
     """
     job = Job.open(head, output_weight_VH, rows, settings)
     metrics, checkpoints = MetricsFile(folder / METRICS), folder / "checkpoints"
-    print_start(head, rows, settings, job.precision)
     progress = resume(job, checkpoints)
+    if progress and progress.step == settings.num_steps:
+        return progress
+    print_start(head, rows, settings, job.precision)
     earlier = metrics.cut(progress.step if progress else -1)
     window = Window(settings.depth, progress.window if progress else {})
     with start_tracker(tracking, folder, name, config, earlier) as tracker, interruption() as stop:
@@ -144,7 +147,7 @@ def train(
             if line:
                 tracker.log(metrics.write(step, progress.tokens, line))
                 print(progress_line(step, line, pace), flush=True)
-            improved = evaluate and progress.is_best(line["accept_len"])
+            improved = evaluate and progress.note_best(line["accept_len"])
             if improved or last or stop.requested or step % settings.save_every == 0:
                 progress.window = window.state()
                 keep(job, checkpoints, progress, improved)
@@ -223,10 +226,16 @@ def resume(job: Job, checkpoints: Path) -> Progress | None:
     checkpoints.mkdir(parents=True, exist_ok=True)
     sweep(checkpoints)
     last = pointed(checkpoints, "last")
+    if last is None and (checkpoints / "last").exists():
+        raise WrongInput(
+            f"{checkpoints / 'last'} names {(checkpoints / 'last').read_text().strip()!r}, which is not there. "
+            "Write the name of a checkpoint that is into it, or train anew with --fresh."
+        )
     if last is None:
         return None
     progress = load_checkpoint(last, job.head, job.optimizer, job.identity)
-    print(f"continuing from {last}")
+    done = progress.step == job.settings.num_steps
+    print(f"trained already: {last}" if done else f"continuing from {last}")
     return progress
 
 

@@ -35,7 +35,7 @@ ROW_MULTIPLE = 16  # chunks have few distinct row counts: every new shape costs 
 
 @dataclass
 class PairSums:
-    """Sums over the supervised pairs of each depth, float64 [D]; divide by `pairs_D` last."""
+    """Sums over the supervised pairs of each depth, [D] in float64 where the device has it; divide by `pairs_D` last."""
 
     pairs_D: Tensor
     loss_D: Tensor  # without the depth weight
@@ -46,7 +46,7 @@ class PairSums:
 
     @classmethod
     def zeros(cls, depth: int, device: torch.device) -> "PairSums":
-        return cls(*(torch.zeros(depth, dtype=torch.float64, device=device) for _ in fields(cls)))
+        return cls(*(torch.zeros(depth, dtype=sum_dtype(device), device=device) for _ in fields(cls)))
 
     def add(self, other: "PairSums") -> None:
         for field in fields(self):
@@ -153,7 +153,9 @@ class _Charge:
         self.weight_VH = weight_VH.to(teacher.dtype)
         self.state_grad_SDH = torch.zeros_like(state_SDH)
         self.weight_grad_VH = torch.zeros_like(weight_VH)
-        self.decay_D = loss.depth_decay ** torch.arange(depth, dtype=torch.float64, device=weight_VH.device)
+        self.decay_D = loss.depth_decay ** torch.arange(
+            depth, dtype=sum_dtype(weight_VH.device), device=weight_VH.device
+        )
         self.normaliser = normaliser
         # Products are narrow (perhaps bfloat16), softmax and sums wide (at least float32).
         self.wide = torch.promote_types(torch.float32, teacher.dtype)
@@ -239,7 +241,7 @@ class _Charge:
         overlap_R = torch.where(self.inside_R, (log_q_R - self.logprob_R).clamp(max=0).exp(), 0.0)
         row_sums = (torch.ones_like(valid_R), loss_R, self.mass_R, hit_R, overlap_R, ~self.inside_R)
         for field, value_R in zip(fields(self.sums), row_sums, strict=True):
-            getattr(self.sums, field.name)[depth] += (value_R * valid_R).sum(dtype=torch.float64)
+            getattr(self.sums, field.name)[depth] += (value_R * valid_R).sum(dtype=self.decay_D.dtype)
 
     def kl(self, log_sum_R: Tensor) -> Tensor:
         return self.p_log_p_R - torch.linalg.vecdot(self.p_RV, self.z_RV) + self.mass_R * log_sum_R
@@ -261,6 +263,10 @@ def _top_and_log_sum(z_RV: Tensor, softmax_RV: Tensor) -> tuple[Tensor, Tensor]:
     """The largest logit, and log sum exp z read off the softmax at hand: z - log softmax where both are largest."""
     top_R = z_RV.amax(-1)
     return top_R, top_R - softmax_RV.amax(-1).log()
+
+
+def sum_dtype(device: torch.device) -> torch.dtype:
+    return torch.float32 if device.type == "mps" else torch.float64
 
 
 def _round_up(value: int, multiple: int) -> int:

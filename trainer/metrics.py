@@ -79,7 +79,7 @@ class Window:
         return {name: values.tolist() for name, values in vars(self.sums).items()}
 
     def add(self, sums: PairSums, num_tokens: int, seconds: float) -> None:
-        self.sums.add(PairSums(**{name: values.cpu() for name, values in vars(sums).items()}))
+        self.sums.add(PairSums(**{name: values.cpu().double() for name, values in vars(sums).items()}))
         self.num_tokens += num_tokens
         self.seconds += seconds
 
