@@ -61,9 +61,7 @@ def derived(recipe: Recipe, checked: Checked) -> list[Row]:
 
 def stages(recipe: Recipe, path: Path, checked: Checked, run: RunFolder) -> list[Row]:
     """Each stage with its key, and whether it is reused, continued or run."""
-    if recipe.prompts.num_synthesized:
-        return [("prompts", "key unknown", "the target writes prompts first, and the other keys depend on them")]
-    prompts = unopened(prompt_inputs(recipe.prompts, path.parent, recipe.run.seed))
+    prompts = unopened(prompt_inputs(recipe.prompts, path.parent, recipe.run.seed, checked.target))
     traffic = unopened(traffic_inputs(checked.target, prompts, recipe.traffic, recipe.run.seed))
     features = unopened(features_inputs(checked.target, traffic, FEATURE_SPLITS))
     rows = [

@@ -5,7 +5,7 @@ Which split a prompt belongs to depends on what it says and on what else is in t
 
 import json
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,7 +19,7 @@ from headstart.trainer.sources import Rows, Skip, read_source, role_names, sourc
 from headstart.trainer.templates import builtin_files, builtin_prompts, in_turn, prompts_folder
 
 if TYPE_CHECKING:
-    from headstart.heads.target import Target
+    from headstart.heads.target import TargetLoader
 
 BUILTIN = "builtin"
 STAGE_VERSION = 1
@@ -65,7 +65,7 @@ def make_prompts(
     root: Path,
     base: Path,
     seed: int = 0,
-    target: "Callable[[], Target] | None" = None,
+    target: "TargetLoader | None" = None,
 ) -> Stage:
     """Write `prompts.jsonl` and `skipped.jsonl` into a stage folder, or reuse the one of the same settings and content.
 
@@ -73,15 +73,14 @@ def make_prompts(
         root: folder of all runs.
         base: folder that relative paths count from (the recipe's).
         seed: draws the target's own prompts; without these it changes nothing.
-        target: loads the target; called only where it has prompts to write.
+        target: writes `num_synthesized` prompts; its weights are loaded only for that.
     """
-    writer = target() if settings.num_synthesized and target is not None else None
-    if settings.num_synthesized and writer is None:
-        raise WrongInput("prompts.num_synthesized: found no target to write prompts, expected one, or set it to 0.")
-    stage = open_stage(root, "prompts", prompt_inputs(settings, base, seed, writer), seed)
+    stage = open_stage(root, "prompts", prompt_inputs(settings, base, seed, target), seed)
     if stage.complete:
         return stage
     found = gather(settings, base)
+    if settings.num_synthesized and target is not None:
+        add_synthesized(found, settings, seed, target)
     print(found.describe())
     rows = [
         {
@@ -117,16 +116,31 @@ def write_rows(stage: Stage, name: str, rows: Sequence[dict[str, Any]]) -> None:
     stage.record(name, len(rows))
 
 
+def add_synthesized(found: PromptSet, settings: PromptSettings, seed: int, target: "TargetLoader") -> None:
+    """Let the target write training prompts; they follow those of the sources."""
+    from headstart.trainer.synthesis import synthesize
+
+    written = synthesize(target, settings.num_synthesized, seed, found.prompts, settings.routes)
+    last = len(found.of("train"))
+    found.prompts[last:last] = written.prompts
+    found.notes[f"written by the target, of {written.num_sampled:,} turns sampled"] = len(written.prompts)
+    for reason, number in written.reasons.items():
+        found.notes[f"turns of the target not kept: {reason}"] = number
+
+
 def prompt_inputs(
-    settings: PromptSettings, base: Path, seed: int = 0, target: "Target | None" = None
+    settings: PromptSettings, base: Path, seed: int = 0, target: "TargetLoader | None" = None
 ) -> dict[str, Any]:
-    """What the prompts depend on: settings and file content, wherever the files lie."""
+    """What the prompts depend on: settings and file content, wherever the files lie; the target if it writes some."""
     dials = {key: value for key, value in asdict(settings).items() if key not in ("sources", "heldout")}
     dials["sources"] = [content_hash(name, base, "prompts.sources") for name in settings.sources]
     dials["heldout"] = content_hash(settings.heldout, base, "prompts.heldout")
-    if target is not None:
-        dials["seed"] = seed
-    return stage_inputs(STAGE_VERSION, dials, {}, target.facts.fingerprint if target is not None else None)
+    if not settings.num_synthesized:
+        return stage_inputs(STAGE_VERSION, dials, {}, None)
+    if target is None:
+        raise WrongInput("prompts.num_synthesized: found no target to write prompts, expected one, or set it to 0.")
+    dials |= {"seed": seed, "dtype": target.dtype}
+    return stage_inputs(STAGE_VERSION, dials, {}, target.facts.fingerprint)
 
 
 def content_hash(name: str, base: Path, setting: str) -> str:
@@ -244,7 +258,7 @@ def check_splits(splits: dict[str, list[Prompt]], settings: PromptSettings) -> N
             f"prompts.sources: found no usable prompt in {', '.join(settings.sources) or 'an empty list'}, expected at "
             'least two.\nRows need {"messages": [..]} or {"prompt": ".."}.'
         )
-    if not splits["train"]:
+    if not splits["train"] and not settings.num_synthesized:
         raise WrongInput(
             f"prompts: found {len(splits['validation'])} usable prompts, all taken for validation, none left to train "
             f"on.\nAdd prompts, or lower prompts.num_validation={settings.num_validation}"

@@ -28,8 +28,8 @@ class PromptSettings:
     """Extra training prompts that the target writes itself from an empty user turn."""
 
     def conflicts(self) -> Conflicts:
-        if not self.sources and not self.num_synthesized:
-            yield "sources", "found no source and num_synthesized 0: nothing to train on; the default is [builtin]"
+        if not self.sources:
+            yield "sources", "found no source, expected at least one (validation comes from it); the default is [builtin]"
 
 
 @dataclass(frozen=True)
