@@ -12,7 +12,7 @@ from headstart.heads.errors import WrongInput
 from headstart.heads.paths import Prompt
 from headstart.trainer.prompts import gather, load_prompts, make_prompts, read_prompts
 from headstart.trainer.settings import PromptSettings
-from headstart.trainer.similarity import NEAR, NearIndex, drop_near, grams, jaccard, prompt_text
+from headstart.trainer.similarity import NearIndex, grams, jaccard, prompt_text
 from headstart.trainer.sources import read_source, role_names
 from headstart.trainer.templates import (
     PER_ROUTE,
@@ -69,14 +69,13 @@ def test_heldout_prompts_are_frozen():
 def test_no_two_heldout_prompts_are_near_duplicates():
     index = NearIndex()
     for prompt in heldout():
-        assert index.closest(grams(prompt_text(prompt)))[0] <= NEAR
+        assert not index.holds_near(prompt)
         index.add(grams(prompt_text(prompt)))
 
 
 def test_no_training_prompt_is_near_a_heldout_one():
-    kept, dropped = drop_near(builtin_prompts(), heldout())
-    assert not dropped
-    assert kept
+    index = NearIndex.of(heldout())
+    assert not any(index.holds_near(prompt) for prompt in builtin_prompts())
 
 
 def test_index_finds_what_a_comparison_of_all_pairs_finds():
@@ -102,7 +101,7 @@ def test_the_first_2000_builtin_prompts_hold_every_pattern_and_few_siblings():
         assert 2 * len(templates.patterns) <= len(first), route
         index, siblings = NearIndex(), 0
         for prompt in first:
-            siblings += index.closest(grams(prompt_text(prompt)))[0] > NEAR
+            siblings += index.holds_near(prompt)
             index.add(grams(prompt_text(prompt)))
         assert siblings <= 0.1 * len(first), route
 

@@ -5,8 +5,9 @@ Which split a prompt belongs to depends on what it says and on what else is in t
 
 import json
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +15,7 @@ from headstart.heads.errors import WrongInput
 from headstart.heads.paths import SPLITS, Prompt
 from headstart.heads.store import Stage, atomic_path, hash_file, hash_json, open_stage, stage_inputs
 from headstart.trainer.settings import PromptSettings
-from headstart.trainer.similarity import drop_near, prompt_text
+from headstart.trainer.similarity import NearIndex, prompt_text
 from headstart.trainer.sources import Rows, Skip, read_source, role_names, source_hash, source_path
 from headstart.trainer.templates import builtin_files, builtin_prompts, in_turn, prompts_folder
 
@@ -166,15 +167,17 @@ def gather(settings: PromptSettings, base: Path) -> PromptSet:
     if settings.routes:
         heldout = [prompt for prompt in heldout if prompt.route in settings.routes]
         pool = [prompt for prompt in pool if prompt.route in settings.routes]
-    pool = without_near(pool, heldout, found, "near-duplicate of a held-out prompt")
-    validation = balanced(sorted(pool, key=prompt_order), settings.num_validation)
+    # Only prompts that are asked for are compared: a large file costs its reading.
+    apart = without_near(heldout, found, "near-duplicate of a held-out prompt")
+    validation = balanced(sorted(pool, key=prompt_order), settings.num_validation, apart)
     chosen = {prompt.prompt_id for prompt in validation}
-    train = [prompt for prompt in pool if prompt.prompt_id not in chosen]
-    train = without_near(train, validation, found, "near-duplicate of a validation prompt")
+    rest = [prompt for prompt in pool if prompt.prompt_id not in chosen]
+    unlike = without_near(validation, found, "near-duplicate of a validation prompt")
+    train = balanced(rest, settings.num_train, lambda prompt: apart(prompt) and unlike(prompt))
     if settings.num_train > len(train):
         found.notes[f"prompts.num_train asks for {settings.num_train:,}, the sources hold {len(train):,}"] = 1
     splits = {
-        "train": balanced(train, settings.num_train),
+        "train": train,
         "validation": validation,
         "heldout": balanced(heldout, settings.num_heldout),
     }
@@ -222,24 +225,34 @@ def unique(prompts: Iterable[Prompt], found: PromptSet, reason: str) -> list[Pro
     return list(kept.values())
 
 
-def without_near(prompts: list[Prompt], others: list[Prompt], found: PromptSet, reason: str) -> list[Prompt]:
-    kept, dropped = drop_near(prompts, others)
-    found.skips += [skip_of(prompt, reason) for prompt, _ in dropped]
-    return kept
+def without_near(others: list[Prompt], found: PromptSet, reason: str) -> Callable[[Prompt], bool]:
+    """A filter for prompts that are no near-duplicates of `others`; each one dropped is listed once."""
+    index = NearIndex.of(others)
+    dropped: set[str] = set()
+
+    def fits(prompt: Prompt) -> bool:
+        if prompt.prompt_id in dropped:
+            return False
+        if index.holds_near(prompt):
+            dropped.add(prompt.prompt_id)
+            found.skips.append(skip_of(prompt, reason))
+            return False
+        return True
+
+    return fits
 
 
 def skip_of(prompt: Prompt, reason: str) -> Skip:
     return Skip(f"prompt {prompt.prompt_id[:12]}", 0, reason, prompt_text(prompt)[:200])
 
 
-def balanced(prompts: list[Prompt], number: int) -> list[Prompt]:
-    """The first `number` prompts (0: all), taken from the routes in turn; within a route the order stays."""
+def balanced(prompts: list[Prompt], number: int, fits: Callable[[Prompt], bool] = lambda _: True) -> list[Prompt]:
+    """The first `number` prompts that fit (0: all), taken from the routes in turn; within a route the order stays."""
     routes: dict[str, list[Prompt]] = defaultdict(list)
     for prompt in prompts:
         routes[prompt.route].append(prompt)
-    order: Iterator[Prompt] = in_turn(routes[route] for route in sorted(routes))
-    taken = list(order)
-    return taken[:number] if number else taken
+    taken: Iterator[Prompt] = in_turn(filter(fits, routes[route]) for route in sorted(routes))
+    return list(islice(taken, number or None))
 
 
 def check_routes(wanted: list[str], pool: list[Prompt]) -> None:

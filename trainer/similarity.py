@@ -2,7 +2,7 @@
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from itertools import chain
 
 from headstart.heads.paths import Prompt
@@ -46,6 +46,10 @@ class NearIndex:
         for member in members:
             self.add(member)
 
+    @classmethod
+    def of(cls, prompts: Iterable[Prompt]) -> "NearIndex":
+        return cls(grams(prompt_text(prompt)) for prompt in prompts)
+
     def __len__(self) -> int:
         return len(self._sizes)
 
@@ -61,16 +65,6 @@ class NearIndex:
         similarities = ((count / (len(question) + self._sizes[row] - count), row) for row, count in shared.items())
         return max(similarities, default=(0.0, -1))
 
-
-def drop_near(prompts: Sequence[Prompt], others: Sequence[Prompt]) -> tuple[list[Prompt], list[tuple[Prompt, float]]]:
-    """Split `prompts` into those that stay and those that are near-duplicates of one of `others`."""
-    index = NearIndex(grams(prompt_text(other)) for other in others)
-    kept: list[Prompt] = []
-    dropped: list[tuple[Prompt, float]] = []
-    for prompt in prompts:
-        similarity, _ = index.closest(grams(prompt_text(prompt)))
-        if similarity > NEAR:
-            dropped.append((prompt, similarity))
-        else:
-            kept.append(prompt)
-    return kept, dropped
+    def holds_near(self, prompt: Prompt) -> bool:
+        """Whether a member is a near-duplicate of `prompt`."""
+        return self.closest(grams(prompt_text(prompt)))[0] > NEAR

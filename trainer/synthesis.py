@@ -16,7 +16,7 @@ from headstart.heads.sampling import Sampling
 from headstart.heads.target import TargetLoader
 from headstart.trainer.generation import Generator, Request
 from headstart.trainer.progress import Progress
-from headstart.trainer.similarity import NEAR, NearIndex, grams, prompt_text
+from headstart.trainer.similarity import NEAR, NearIndex, grams
 
 SAMPLING = Sampling(temperature=1.0, top_p=0.95)
 MAX_TOKENS = 96  # a user turn that has not ended by then is not kept
@@ -128,7 +128,7 @@ class Filters:
         self._specials = specials
         self._end = end
         self._routes = routes
-        self._index = NearIndex(grams(prompt_text(prompt)) for prompt in known)
+        self._index = NearIndex.of(known)
 
     def check(self, text: str) -> Prompt:
         """The turn as a prompt.
