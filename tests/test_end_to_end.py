@@ -118,6 +118,32 @@ def test_a_finished_run_is_planned_as_reused_and_listed(
     assert "smoke  exported  accept_len" in capsys.readouterr().out
 
 
+def test_a_finished_run_is_measured_exported_and_reported_again(
+    smoke: tuple[Path, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, _ = smoke
+    monkeypatch.chdir(run.parent.parent)
+    assert (
+        cli.run(["eval", "smoke", "--checkpoint", "last", "--draft-length", "1,2", "--lossless", "run.threads=1"]) == 0
+    )
+    rows = read_json(run / "eval" / "acceptance.json")["rows"]
+    assert {row["draft_length"] for row in rows if row["source"] == "offline"} >= {1, 2}
+    last = run / "checkpoints" / (run / "checkpoints" / "last").read_text().strip()
+    out = run.parent.parent / "elsewhere"
+    assert cli.run(["export", str(last), "--engine", "llamacpp", "--out", str(out), "--untested"]) == 0
+    assert (out / "config.json").is_file()
+    (run / "report.md").unlink()
+    assert cli.run(["report", "runs/smoke"]) == 0
+    assert (run / "report.md").is_file()
+    capsys.readouterr()
+    assert cli.run(["eval", "smoke", "train.depth=2"]) == 2
+    assert "is trained already" in capsys.readouterr().err
+    assert cli.run(["eval", str(run / "checkpoints" / "step-999999")]) == 2
+    message = capsys.readouterr().err
+    assert "expected one that is kept: " in message
+    assert last.name in message
+
+
 def test_a_run_killed_at_any_moment_ends_bit_equal(smoke: tuple[Path, str], tmp_path: Path) -> None:
     unbroken, _ = smoke
     shutil.copytree(ROOT / "recipes", tmp_path / "recipes")

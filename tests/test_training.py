@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from headstart.heads.batch import pack, supervised_pairs
-from headstart.heads.errors import WrongInput
+from headstart.heads.errors import TrainingFailed, WrongInput
 from headstart.trainer.data import TrainingRows, count_pairs
-from headstart.trainer.loop import TrainingFailed, accumulate_gradients, optimizer_step
+from headstart.trainer.loop import accumulate_gradients, optimizer_step
 from headstart.trainer.losses import pair_loss
 from headstart.trainer.metrics import METRICS, read_metrics
 from headstart.trainer.optim import learning_rate

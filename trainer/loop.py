@@ -13,7 +13,7 @@ from torch import Tensor
 
 from headstart.eval.acceptance import acceptance_row, offline_acceptance
 from headstart.heads.contract import Head
-from headstart.heads.errors import WrongInput
+from headstart.heads.errors import TrainingFailed, WrongInput
 from headstart.heads.vocabulary import hash_ids
 from headstart.trainer.checkpoint import (
     Progress,
@@ -37,10 +37,6 @@ from headstart.trainer.tracking import start_tracker
 
 MAX_SKIPPED_IN_A_ROW = 5
 FREE_SETTINGS = ("eval_every", "save_every", "keep", "log_every")  # a resume may change them: no weight depends on them
-
-
-class TrainingFailed(Exception):
-    """Training cannot go on: losses or gradients stay non-finite."""
 
 
 @dataclass
