@@ -7,11 +7,13 @@ and features. A stage with a complete manifest of the same key is reused; a runn
 import hashlib
 import json
 import os
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -66,6 +68,19 @@ def versions() -> dict[str, str]:
         except PackageNotFoundError:
             found[name] = "absent"
     return found
+
+
+@cache
+def source_commit() -> str | None:
+    """Commit of the source this runs from, `-dirty` where files differ; None for an installed package."""
+    root = Path(__file__).resolve().parent.parent
+    if not (root / ".git").exists():
+        return None
+    command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return None
 
 
 @dataclass
@@ -141,7 +156,7 @@ def open_stage(root: Path, stage: str, inputs: dict[str, Any], seed: int) -> Sta
         "outputs": {},
         "made_by": {
             "headstart": __version__,
-            "commit": os.environ.get("HEADSTART_COMMIT"),
+            "commit": source_commit(),
             "argv": sys.argv,
             "versions": versions(),
             "seed": seed,

@@ -1,5 +1,6 @@
 """The command line: quick, torch-free help; exit codes; recipes that Python runs."""
 
+import os
 import subprocess
 import sys
 import time
@@ -102,6 +103,18 @@ def test_threads_follow_the_cores_and_not_the_launcher(monkeypatch: pytest.Monke
     assert choose_threads(3, 1).number == 3
     assert choose_threads(0, 10**6).number == 1
     assert "shared by 2 processes" in choose_threads(0, 2).reason
+
+
+def test_torch_takes_the_thread_count_set_before_its_import() -> None:
+    code = """
+from headstart.launch.threads import Threads, apply_threads
+apply_threads(Threads(2, ""))
+import torch
+assert torch.get_num_threads() == 2
+apply_threads(Threads(1, ""))
+assert torch.get_num_threads() == 1
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
 
 
 def test_a_containers_cpu_quota_is_read(tmp_path: Path) -> None:

@@ -20,7 +20,10 @@ def commands(text: str, program: str) -> list[list[str]]:
     """Argument lists of a program's command lines and inline commands in a text."""
     lines = [line for line in text.splitlines() if line.startswith("    ")]
     found = [line.strip() for line in lines] + re.findall(r"`([^`\n]+)`", text)
-    calls = [shlex.split(line, comments=True) for line in found if line.startswith(f"{program} ") and ".." not in line]
+    real = [
+        line for line in found if line.startswith(f"{program} ") and not re.search(r"\.\.|\|", line)
+    ]  # not a pattern
+    calls = [shlex.split(line, comments=True) for line in real]
     return [call[1:] for call in calls if len(call) > 2 or program == "make"]  # a bare name is a mention
 
 

@@ -35,7 +35,7 @@ def test_a_room_imports_only_from_those_below_it(room: str) -> None:
 def test_settings_import_no_torch() -> None:
     code = """
 import sys
-import headstart.launch.recipe, headstart.launch.cli
+import headstart.launch.recipe, headstart.launch.cli, headstart.launch.commands, headstart.launch.listing
 heavy = {"torch", "transformers", "numpy", "datasets", "wandb", "matplotlib"} & set(sys.modules)
 assert not heavy, heavy
 """

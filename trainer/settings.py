@@ -29,7 +29,10 @@ class PromptSettings:
 
     def conflicts(self) -> Conflicts:
         if not self.sources:
-            yield "sources", "found no source, expected at least one (validation comes from it); the default is [builtin]"
+            yield (
+                "sources",
+                "found no source, expected at least one (validation comes from it); the default is [builtin]",
+            )
 
 
 @dataclass(frozen=True)
