@@ -39,6 +39,11 @@ def check_supported(name: str, config: Any) -> None:
             break
     if getattr(text, "num_attention_heads", None) is None:
         refused = f"{config.model_type} layers without attention heads"
+    if getattr(text, "final_logit_softcapping", None):
+        raise WrongInput(
+            f"target {name}: found final_logit_softcapping, expected logits that are the output head on the final state."
+            "\nHeads here learn from these products. Choose a target that neither caps nor scales its logits."
+        )
     if refused:
         raise WrongInput(
             f"target {name}: found {refused}, expected full_attention in every layer.\n"

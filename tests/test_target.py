@@ -55,3 +55,27 @@ def test_logits_never_offer_ids_the_tokenizer_lacks(tiny_target):
     assert logits.dtype == torch.float32
     assert logits[:, tiny_target.facts.num_tokens :].eq(-torch.inf).all()
     assert logits[:, : tiny_target.facts.num_tokens].isfinite().all()
+
+
+@pytest.mark.parametrize("attention", ["auto", "sdpa", "eager"])
+def test_our_layers_and_transformers_modules_agree(attention):
+    target = load_target(TargetSettings(model="tiny", dtype="float32", device="cpu", attention=attention))
+    path = np.arange(3, 60)
+    expected = target.model(torch.from_numpy(path[:-1])[None], output_hidden_states=True)
+    states = target.read([path])[0]
+    torch.testing.assert_close(states.final, expected.hidden_states[-1][0], atol=2e-5, rtol=1e-4)
+    torch.testing.assert_close(states.taps[:, 128:], expected.hidden_states[2][0], atol=2e-5, rtol=1e-4)
+
+
+def test_a_row_keeps_its_tokens_when_the_cache_grows_shrinks_and_moves(tiny_target):
+    path = torch.arange(3, 103)
+    expected = tiny_target.read([np.append(path.numpy(), 0)])[0].final
+    cache = tiny_target.new_cache(3, 400)
+    zero_3 = torch.zeros(3, dtype=torch.int64)
+    tiny_target.forward(torch.stack([path.flip(0), path, path])[:, :50], zero_3, cache)
+    tiny_target.forward(torch.zeros(1, 300, dtype=torch.int64), zero_3[:1] + 50, cache)  # row 0 grows long
+    cache.move_row(2, 0, 50)
+    cache.shrink(50)
+    states = tiny_target.forward(path[50:].expand(2, -1), zero_3[:2] + 50, cache)
+    for row in range(2):
+        torch.testing.assert_close(states.final[row], expected[50:], atol=2e-5, rtol=1e-4)

@@ -97,7 +97,7 @@ def test_replies_end_at_the_context(tiny_folder, tiny_target):
     assert replies[0].finish_reason == "length"
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 5e-3), ("bfloat16", 0.1)])
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-5), ("bfloat16", 2e-2)])
 @pytest.mark.parametrize("name", ["tiny", "tiny-tied"])
 def test_states_kept_while_generating_equal_a_teacher_forced_pass(name, dtype, tolerance):
     target = load_target(replace(TINY, model=name, dtype=dtype), taps=[0, 2, 4])
@@ -106,9 +106,10 @@ def test_states_kept_while_generating_equal_a_teacher_forced_pass(name, dtype, t
     paths = [np.array(q.token_ids + r.token_ids) for q, r in zip(requests, replies, strict=True)]
     for path, reply, states in zip(paths, replies, target.read(paths), strict=True):
         assert reply.states.final.shape == (len(path) - 1, target.facts.hidden_size)
-        # Kept states are rounded to bf16: at most 2^-8 of a value on top of the precision of the pass itself.
         for kept, read in ((reply.states.taps, states.taps), (reply.states.final, states.final)):
-            torch.testing.assert_close(kept.float(), read.float(), atol=tolerance, rtol=tolerance)
+            # Means, because a random model in bfloat16 may amplify one rounding without bound.
+            difference = (kept.float() - read.bfloat16().float()).abs().mean()
+            assert difference <= tolerance * read.float().std()
 
 
 def test_logprobs_are_the_raw_targets(tiny_target):

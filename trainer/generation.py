@@ -1,7 +1,7 @@
 """The target answers: many requests share one batch, and a slot is refilled when its reply ends.
 
-A reply depends on its prompt, the sampling rule and its own random numbers only, not on the requests beside it (in
-float32; in bfloat16 matrix shapes change roundings, so the chunk of requests is the unit that repeats bit by bit).
+A reply depends on its prompt, the sampling rule and its own random numbers, not on the requests beside it. Where a
+device's matrix products round differently for other shapes, the chunk of requests is the unit that repeats bit by bit.
 """
 
 from collections.abc import Callable, Sequence
@@ -101,6 +101,8 @@ class Generator:
                 self._step(slots, keep_states)
                 fresh = slots
             finished = self._finish(slots, free_buffers, keep_states)
+            if finished and slots:
+                self.cache.shrink(max(slot.position for slot in slots) + 1)
             if progress is not None:
                 progress(len(fresh), finished)
         return replies
