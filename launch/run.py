@@ -31,8 +31,11 @@ def differing_fields(ours: Any, theirs: Any, path: str = "") -> list[str]:
 
 
 @contextmanager
-def locked(folder: Path) -> Iterator[None]:
+def locked(folder: Path, wait_for: str = "") -> Iterator[None]:
     """Hold `folder` as its only writer; the lock goes with the process, even after `kill -9`.
+
+    Args:
+        wait_for: what the holder is doing, for a line that is printed while waiting for it; empty refuses instead.
 
     Raises:
         WrongInput: another process writes there.
@@ -43,10 +46,14 @@ def locked(folder: Path) -> Iterator[None]:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             handle.seek(0)
-            raise WrongInput(
-                f"{folder} is being written by another process ({handle.read().strip() or 'pid unknown'}).\n"
-                "Wait for it to end, stop it, or give this run another name: run.name=NAME"
-            ) from None
+            holder = handle.read().strip() or "pid unknown"
+            if not wait_for:
+                raise WrongInput(
+                    f"{folder} is being written by another process ({holder}).\n"
+                    "Wait for it to end, stop it, or give this run another name: run.name=NAME"
+                ) from None
+            print(f"waiting for another process ({holder}): {wait_for}", flush=True)
+            fcntl.flock(handle, fcntl.LOCK_EX)
         handle.truncate(0)
         handle.write(f"pid {os.getpid()}")
         handle.flush()

@@ -17,16 +17,16 @@ from headstart.heads.contract import Head
 from headstart.heads.features import FeatureReader
 from headstart.heads.paths import Path as ReplyPath
 from headstart.heads.paths import read_paths
-from headstart.heads.store import Stage
+from headstart.heads.store import Stage, hash_json, stage_folder
 from headstart.heads.target import Target, TargetLoader
 from headstart.heads.vocabulary import choose_draft_vocabulary, coverage
 from headstart.launch.export_gate import checkpoint_folder, export_head
-from headstart.launch.run import RunFolder
+from headstart.launch.run import RunFolder, locked
 from headstart.launch.settings import Recipe
 from headstart.trainer.data import EvaluationRows, TrainingRows
 from headstart.trainer.loop import train
 from headstart.trainer.prompts import make_prompts
-from headstart.trainer.traffic import make_traffic
+from headstart.trainer.traffic import make_traffic, traffic_inputs
 
 
 def run_train(recipe: Recipe, recipe_path: Path, run: RunFolder) -> None:
@@ -69,7 +69,9 @@ def run_traffic(recipe: Recipe, recipe_path: Path, run: RunFolder, targets: Targ
     prompts = make_prompts(recipe.prompts, run.root, recipe_path.parent, seed, targets)
     run.claim({"prompts": prompts.key})
     run.link("prompts", prompts.folder)
-    traffic, features = make_traffic(targets, prompts, recipe.traffic, run.root, seed)
+    shared = stage_folder(run.root, "traffic", hash_json(traffic_inputs(targets, prompts, recipe.traffic, seed)))
+    with locked(shared, wait_for="it is answering the same prompts"):
+        traffic, features = make_traffic(targets, prompts, recipe.traffic, run.root, seed)
     run.claim({"traffic": traffic.key, "features": features.key})
     run.link("traffic", traffic.folder)
     run.link("features", features.folder)

@@ -4,6 +4,7 @@ import io
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -57,7 +58,7 @@ def test_links_are_relative_and_can_be_replaced(tmp_path: Path) -> None:
     assert (tmp_path / "moved" / "first" / "traffic").is_dir()
 
 
-def test_a_second_process_cannot_write_a_run(tmp_path: Path) -> None:
+def test_a_second_process_cannot_write_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = make_run(tmp_path)
     code = f"""
 from pathlib import Path
@@ -71,8 +72,10 @@ with locked(Path({str(run.folder)!r})):
     assert child.stdout.readline() == "held\n"
     with pytest.raises(WrongInput, match=f"pid {child.pid}"), locked(run.folder):
         pass
-    child.kill()
-    child.communicate()
+    threading.Timer(0.3, child.kill).start()
+    with locked(run.folder, wait_for="it holds the folder"):  # a shared stage is waited for
+        assert child.wait() != 0
+    assert f"waiting for another process (pid {child.pid}): it holds" in capsys.readouterr().out
     with locked(run.folder):  # the lock dies with its holder
         pass
 
