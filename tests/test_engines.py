@@ -1,6 +1,5 @@
 """Laws of the engine comparison; with HEADSTART_ENGINE_TESTS=1 (`make engines`), engines accept exactly what we count."""
 
-import json
 import os
 import sys
 
@@ -140,47 +139,62 @@ needs_engines = pytest.mark.skipif(
 )
 
 
-@pytest.fixture(scope="module")
-def fitted(tmp_path_factory):
-    """A head overfitted to three replies of SmolLM2, exported; real acceptance in a quarter of a minute."""
-    target = load_target(TargetSettings(model="smollm2-135m", device="cpu"), dtype="float32")
-    prompts = [target.render(Prompt("chat", ({"role": "user", "content": text},))) for text in QUESTIONS]
-    replies = [reply.token_ids for reply in decode(target, prompts, None, 0, 32, batch=3)]
+PROOFS = [
+    ("llamacpp", {}),
+    ("vllm", {}),
+    ("llamacpp", {"norm_before_residual": True, "taps": [0, 12, 29]}),
+    ("llamacpp", {"draft_vocab_size": 0, "taps": [1, 10, 20]}),
+    ("vllm", {"fc_norm": True, "norm_output": True, "taps": [1, 9, 21, 30]}),
+]
+
+
+def fit_to_replies(head, target, prompts, replies):
+    """Train on these replies until most first drafts are right, so that engines accept some drafts and refuse others."""
     rows = []
     for prompt, reply in zip(prompts, replies, strict=True):
         tokens, generated = np.array(prompt + reply, np.int32), np.arange(len(prompt) + len(reply)) >= len(prompt)
         path = Path("", "chat", "train", tokens, generated, np.zeros(len(tokens), np.float32), "length", {})
         states = target.read([tokens])[0]
         rows.append((path, states.taps.clone(), states.final.clone()))
-    ids = choose_draft_vocabulary(
-        np.bincount(np.concatenate(replies), minlength=target.facts.vocab_size), 512, target.facts
-    )
-    torch.manual_seed(0)
-    head = Eagle3(Eagle3Settings(draft_vocab_size=512), target.facts, torch.from_numpy(ids))
-    head.load_target(target, initialise=True)
-    optimiser = torch.optim.AdamW(head.parameters(), lr=5e-4)
     batch = pack(rows, None)
-    for _ in range(12):
+    optimiser = torch.optim.AdamW(head.parameters(), lr=5e-4)
+    for _ in range(40):
         rollout = head.rollout(batch, K)
         slot_SD = (rollout.start_S[:, None] + 1 + torch.arange(K)).clamp(max=len(batch.next_token_T) - 1)
-        label_SD = torch.searchsorted(head.draft_ids_V, batch.next_token_T[slot_SD]).clamp(max=511)
-        logits = head.logits(rollout.state_SDH)[rollout.valid_SD]
+        label_SD = torch.searchsorted(head.draft_ids_V, batch.next_token_T[slot_SD]).clamp(
+            max=len(head.draft_ids_V) - 1
+        )
+        logits_SDV, valid_SD = head.logits(rollout.state_SDH), rollout.valid_SD
+        right_SD = (logits_SDV.argmax(-1) == label_SD) & valid_SD
+        if (right_SD.sum(0) / valid_SD.sum(0))[:2].min() > 0.6:
+            return
         optimiser.zero_grad()
-        torch.nn.functional.cross_entropy(logits, label_SD[rollout.valid_SD]).backward()
+        torch.nn.functional.cross_entropy(logits_SDV[valid_SD], label_SD[valid_SD]).backward()
         optimiser.step()
-    folder = write_eagle3(head, tmp_path_factory.mktemp("fitted") / "vllm", "vllm")
-    return target, head, prompts, folder
+    raise AssertionError("the head did not learn three replies by heart")
 
 
 @needs_engines
-@pytest.mark.parametrize("engine", ["llamacpp", "vllm"])
-def test_an_engine_accepts_exactly_what_we_count(engine, fitted):
-    target, head, prompts, folder = fitted
+@pytest.mark.parametrize(("engine", "settings"), PROOFS)
+def test_an_engine_accepts_exactly_what_we_count(engine, settings, tmp_path):
+    settings = Eagle3Settings(**{"draft_vocab_size": 512, **settings})
+    target = load_target(TargetSettings(model="smollm2-135m", device="cpu"), settings.taps, "float32")
+    prompts = [target.render(Prompt("chat", ({"role": "user", "content": text},))) for text in QUESTIONS]
+    replies = [reply.token_ids for reply in decode(target, prompts, None, 0, 32, batch=3)]
+    counts_V = np.bincount(np.concatenate(replies), minlength=target.facts.vocab_size)
+    torch.manual_seed(0)
+    ids_V = torch.from_numpy(choose_draft_vocabulary(counts_V, settings.draft_vocab_size, target.facts))
+    head = Eagle3(settings, target.facts, ids_V)
+    head.load_target(target, initialise=True)
+    fit_to_replies(head, target, prompts, replies)
+    folder = write_eagle3(head, tmp_path / engine, engine)
+
     live = decode(target, prompts, HeadDrafter(head), K, 32, batch=3, whole_blocks=True)
     plain, drafted = engines.run_engine(engine, folder, target, resolve_model("smollm2-135m"), prompts, 32, K)
     expected = [engines.by_rule(reply, engine, 32, K) for reply in live]
-    result = engines.compare(drafted, plain, expected, [reply.token_ids for reply in live])
-    print(json.dumps(vars(result)))
+    result = engines.compare(drafted, plain, expected, replies)
+    engines.print_comparison(result)
     assert result.problems == []
-    assert result.num_as_ours == result.num_prompts
-    assert min(result.survival[:2]) > 0.3
+    assert result.num_as_ours == result.num_same_counts == result.num_prompts
+    assert min(result.survival[:2]) > 0.2
+    assert max(result.survival) < 1
