@@ -1,6 +1,7 @@
 """The command line. Parsing imports no torch; each command imports what it needs."""
 
 import argparse
+import os
 import sys
 import traceback
 from collections.abc import Callable
@@ -8,6 +9,7 @@ from pathlib import Path
 
 from headstart import __version__
 from headstart.heads.errors import GateFailed, TrainingFailed, WrongInput
+from headstart.launch.processes import FROM_ACCELERATE
 
 DONE, FAULT, WRONG_INPUT, GATE_FAILED, INTERRUPTED = 0, 1, 2, 3, 130
 
@@ -34,14 +36,11 @@ def run(arguments: list[str]) -> int:
     try:
         return command(options) or DONE
     except WrongInput as error:
-        print(f"error: {error}", file=sys.stderr)
-        return WRONG_INPUT
+        return failed(WRONG_INPUT, f"error: {error}")
     except GateFailed as error:
-        print(f"gate failed: {error}", file=sys.stderr)
-        return GATE_FAILED
+        return failed(GATE_FAILED, f"gate failed: {error}")
     except TrainingFailed as error:
-        print(f"training failed: {error}", file=sys.stderr)
-        return FAULT
+        return failed(FAULT, f"training failed: {error}")
     except KeyboardInterrupt:
         print("\ninterrupted; the same command continues from here", file=sys.stderr)
         return INTERRUPTED
@@ -51,6 +50,14 @@ def run(arguments: list[str]) -> int:
     except Exception:
         traceback.print_exc()
         return FAULT
+
+
+def failed(code: int, message: str) -> int:
+    """Print the message of a failure that needs no traceback; returns its exit code."""
+    print(message, file=sys.stderr)
+    if FROM_ACCELERATE in os.environ:
+        print(f"(accelerate reports exit code {code} below with a traceback of its own)", file=sys.stderr)
+    return code
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:

@@ -6,6 +6,9 @@ from dataclasses import dataclass
 
 from headstart.heads.errors import WrongInput
 
+FROM_ACCELERATE = "ACCELERATE_MIXED_PRECISION"
+"""Every launcher of accelerate sets this variable, and nothing else does."""
+
 
 @dataclass(frozen=True)
 class Processes:
@@ -25,8 +28,7 @@ def find_processes(environment: Mapping[str, str] = os.environ) -> Processes:
     world_size = int(environment.get("WORLD_SIZE", "1"))
     # The launcher that accelerate takes for `--cpu` and MULTI_CPU names a meeting point for several processes but
     # starts a single one without a rank; training on a fraction of the batch would go unnoticed.
-    from_accelerate = "ACCELERATE_MIXED_PRECISION" in environment
-    if from_accelerate and "MASTER_ADDR" in environment and "RANK" not in environment:
+    if FROM_ACCELERATE in environment and "MASTER_ADDR" in environment and "RANK" not in environment:
         raise WrongInput(
             "accelerate was asked for several processes and started one (it does so with --cpu and with "
             "distributed_type MULTI_CPU).\nRun one process: accelerate launch --num_processes 1 RECIPE"
