@@ -53,6 +53,12 @@ class Target:
             for tap in taps:
                 self._hook(tap)
 
+    @property
+    def concurrent(self) -> bool:
+        """Whether several threads may run it at once: on a CPU, with nothing that a pass leaves behind."""
+        static = self.facts.rope_parameters.get("rope_type", "default") not in ("dynamic", "longrope")
+        return self._direct is not None and self.device.type == "cpu" and static
+
     def _hook(self, tap: int) -> None:
         def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             self._tap_states[tap] = args[0] if args else kwargs["hidden_states"]

@@ -158,6 +158,18 @@ def test_features_of_other_taps_are_read_from_recorded_traffic(tmp_path):
         torch.testing.assert_close(reader.get(path.prompt_id)[0], states.taps.bfloat16(), atol=1e-2, rtol=1e-2)
 
 
+def test_the_number_of_workers_changes_nothing(tmp_path):
+    prompts = some_prompts(30, ("train", "validation"))
+    stages = []
+    for threads in (1, 3):
+        torch.set_num_threads(threads)
+        root = tmp_path / str(threads)
+        stages.append(make_traffic(TargetLoader(TINY), prompts_stage(root, prompts), SETTINGS, root))
+    torch.set_num_threads(1)
+    for one, three in zip(*stages, strict=True):
+        assert hashes(one) == hashes(three)
+
+
 RUN = """
 import sys
 from pathlib import Path

@@ -11,10 +11,9 @@ from safetensors.torch import save_file
 
 from headstart.heads.errors import WrongInput
 from headstart.heads.features import to_stored, write_metadata
-from headstart.heads.paths import read_part
 from headstart.heads.store import Stage, atomic_path, stage_inputs
-from headstart.heads.target import States, Target, TargetLoader
-from headstart.trainer.generation import Reply, Request
+from headstart.heads.target import States, TargetLoader
+from headstart.trainer.generation import Request
 
 if TYPE_CHECKING:
     from headstart.trainer.traffic import Chunk
@@ -80,20 +79,12 @@ def check_disk(
         )
 
 
-def write_shard(
-    features: Stage, chunk: "Chunk", traffic: Stage, target: Target, replies: list[Reply] | None = None
-) -> None:
-    """Commit a chunk's features: those kept while generating, else read teacher-forced from the recorded paths."""
-    if replies is None:
-        paths = list(read_part(traffic.folder / chunk.part))
-        prompt_ids = [path.prompt_id for path in paths]
-        states = target.read([path.token_N for path in paths])
-    else:
-        prompt_ids = [prompt.prompt_id for prompt in chunk.prompts]
-        states = [reply.states for reply in replies if reply.states is not None]
+def write_shard(features: Stage, chunk: "Chunk", states: list[States], taps: list[int]) -> None:
+    """Commit a chunk's features."""
+    prompt_ids = [prompt.prompt_id for prompt in chunk.prompts]
     name = shard_name(chunk.number)
     with atomic_path(features.folder / name) as temporary:
-        save_file(shard_tensors(states), temporary, metadata=write_metadata(prompt_ids, target.taps, features.key))
+        save_file(shard_tensors(states), temporary, metadata=write_metadata(prompt_ids, taps, features.key))
     features.record(name, len(prompt_ids))
 
 

@@ -1,8 +1,13 @@
 """One line every few seconds: how far, how fast, how long still."""
 
+import threading
 import time
 
 INTERVAL_S = 10.0
+
+
+class Stopped(Exception):
+    """A worker gives up because the run is ending."""
 
 
 class Progress:
@@ -13,17 +18,30 @@ class Progress:
         self.total = total
         self.tokens = 0
         self.finished = 0
+        self._stopped = False
+        self._lock = threading.Lock()
         self._began = time.monotonic()
         self._printed = self._began
 
     def add(self, tokens: int, finished: int) -> None:
-        """Count new tokens and finished requests."""
-        self.tokens += tokens
-        self.finished += finished
-        now = time.monotonic()
-        if now - self._printed >= INTERVAL_S:
-            self._printed = now
-            self._print(now)
+        """Count new tokens and finished requests; called from every worker.
+
+        Raises:
+            Stopped: `stop` was called.
+        """
+        if self._stopped:
+            raise Stopped
+        with self._lock:
+            self.tokens += tokens
+            self.finished += finished
+            now = time.monotonic()
+            if now - self._printed >= INTERVAL_S:
+                self._printed = now
+                self._print(now)
+
+    def stop(self) -> None:
+        """End workers at their next pass."""
+        self._stopped = True
 
     def finish(self) -> None:
         """Print the last line."""

@@ -6,16 +6,17 @@ other taps, asked for when the traffic is already there, are read back teacher-f
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from itertools import groupby, pairwise
 from pathlib import Path as FilePath
 from typing import Any
 
 from headstart.heads.errors import WrongInput
-from headstart.heads.paths import SPLITS, Prompt
+from headstart.heads.paths import SPLITS, Prompt, read_part
 from headstart.heads.sampling import Sampling
 from headstart.heads.store import Stage, atomic_path, open_stage, stage_inputs
-from headstart.heads.target import Target, TargetLoader
+from headstart.heads.target import States, Target, TargetLoader
 from headstart.trainer.features import (
     check_disk,
     features_inputs,
@@ -29,10 +30,13 @@ from headstart.trainer.generation import Generator, Reply, Request
 from headstart.trainer.progress import Progress
 from headstart.trainer.prompts import read_prompts
 from headstart.trainer.settings import TrafficSettings
+from headstart.trainer.workers import in_order, num_workers
 
 STAGE_VERSION = 1
 FEATURE_SPLITS = ("train", "validation")
 NUM_NAMED = 5  # prompts listed in an error
+
+Answers = tuple[list[Reply], list[States]]
 
 
 @dataclass(frozen=True)
@@ -42,6 +46,7 @@ class Chunk:
     number: int
     split: str
     prompts: list[Prompt]
+    keep_states: bool
 
     @property
     def part(self) -> str:
@@ -72,32 +77,73 @@ def make_traffic(
         return traffic, features
     remove_leftovers(traffic.folder)
     remove_leftovers(features.folder)
-    chunks = plan_chunks(read_prompts(prompts.folder), settings.chunk)
+    chunks = plan_chunks(read_prompts(prompts.folder), settings, feature_splits)
     requests = render(load_target, [prompt for chunk in chunks for prompt in chunk.prompts], settings)
     todo = [chunk for chunk in chunks if not has(traffic, chunk.part) or needs_features(features, chunk)]
     missing = [chunk for chunk in todo if needs_features(features, chunk)]
     check_disk(features, missing, requests, settings.max_new_tokens, load_target)
     progress = Progress("traffic", sum(len(chunk.prompts) for chunk in todo))
-    generators: dict[str, Generator] = {}
-    for chunk in todo:
-        dtype = load_target.dtype if chunk.split == "train" else settings.eval_dtype
-        target = load_target(dtype)
-        if has(traffic, chunk.part):
-            write_shard(features, chunk, traffic, target)
-            progress.add(0, len(chunk.prompts))
-            continue
-        if dtype not in generators:
-            generators = {dtype: make_generator(target, settings, list(requests.values()), seed)}
-        keep = chunk.split in feature_splits
-        own = [requests[prompt.prompt_id] for prompt in chunk.prompts]
-        replies = generators[dtype].generate(own, keep, progress.add)
-        if keep:
-            write_shard(features, chunk, traffic, target, replies)
-        write_part(traffic, chunk, own, replies, settings, dtype)
+    longest = max(len(request.token_ids) for request in requests.values())
+    for dtype, group in groupby(
+        todo, lambda chunk: load_target.dtype if chunk.split == "train" else settings.eval_dtype
+    ):
+        target, own = load_target(dtype), list(group)
+
+        def make_worker(target: Target = target) -> Callable[[Chunk], Answers]:
+            return Answerer(target, traffic, requests, settings, longest, seed, progress)
+
+        answers = in_order(own, make_worker, num_workers(target, len(own)), progress.stop)
+        for chunk, (replies, states) in zip(own, answers, strict=True):
+            if needs_features(features, chunk):
+                write_shard(features, chunk, states, target.taps)
+            if replies:
+                write_part(traffic, chunk, requests, replies, settings, dtype)
     progress.finish()
     finish(features)
     finish(traffic)
     return traffic, features
+
+
+class Answerer:
+    """Answers chunks with one generator, or reads chunks back whose replies are recorded already."""
+
+    def __init__(
+        self,
+        target: Target,
+        traffic: Stage,
+        requests: dict[str, Request],
+        settings: TrafficSettings,
+        longest: int,
+        seed: int,
+        progress: Progress,
+    ) -> None:
+        """`longest` prompt of the whole stage, so that chunks do not depend on which of them are left to do."""
+        self.target, self.traffic, self.requests, self.progress = target, traffic, requests, progress
+        self._make = lambda: Generator(
+            target,
+            sampling_of(settings),
+            settings.max_new_tokens,
+            settings.slots,
+            longest + settings.max_new_tokens,
+            seed,
+        )
+        self._generator: Generator | None = None
+
+    def __call__(self, chunk: Chunk) -> Answers:
+        """Replies (none where they are recorded) and states of every prompt of a chunk."""
+        if has(self.traffic, chunk.part):
+            paths = list(read_part(self.traffic.folder / chunk.part))
+            states = self.target.read([path.token_N for path in paths])
+            self.progress.add(0, len(chunk.prompts))
+            return [], states
+        self._generator = self._generator or self._make()
+        own = [self.requests[prompt.prompt_id] for prompt in chunk.prompts]
+        replies = self._generator.generate(own, keep_states=chunk.keep_states, progress=self.progress.add)
+        return replies, [reply.states for reply in replies if reply.states is not None]
+
+
+def sampling_of(settings: TrafficSettings) -> Sampling:
+    return Sampling(settings.temperature, settings.top_k, settings.top_p)
 
 
 def traffic_inputs(load_target: TargetLoader, prompts: Stage, settings: TrafficSettings, seed: int) -> dict[str, Any]:
@@ -106,13 +152,19 @@ def traffic_inputs(load_target: TargetLoader, prompts: Stage, settings: TrafficS
     return stage_inputs(STAGE_VERSION, values, {"prompts": prompts.key}, load_target.facts.fingerprint)
 
 
-def plan_chunks(prompts: list[Prompt], size: int) -> list[Chunk]:
-    """Fixed chunks of at most `size` prompts of one split, in stored order."""
+def plan_chunks(prompts: list[Prompt], settings: TrafficSettings, feature_splits: Sequence[str]) -> list[Chunk]:
+    """Fixed chunks of at most `settings.chunk` prompts of one split, in stored order and of even size.
+
+    A split that fills its slots several times makes two chunks at least, so that two workers share it.
+    """
     chunks: list[Chunk] = []
     for split in SPLITS:
         own = [prompt for prompt in prompts if prompt.split == split]
-        for begin in range(0, len(own), size):
-            chunks.append(Chunk(len(chunks), split, own[begin : begin + size]))
+        number = max(-(-len(own) // settings.chunk), 2 if len(own) >= 4 * settings.slots else 1)
+        bounds = [round(len(own) * i / number) for i in range(number + 1)]
+        for begin, end in pairwise(bounds):
+            if begin < end:
+                chunks.append(Chunk(len(chunks), split, own[begin:end], split in feature_splits))
     return chunks
 
 
@@ -143,24 +195,22 @@ def render(load_target: TargetLoader, prompts: list[Prompt], settings: TrafficSe
     return requests
 
 
-def make_generator(target: Target, settings: TrafficSettings, requests: list[Request], seed: int) -> Generator:
-    """A generator whose cache fits the longest prompt of the whole stage, so that chunks do not depend on order."""
-    longest = max(len(request.token_ids) for request in requests)
-    sampling = Sampling(settings.temperature, settings.top_k, settings.top_p)
-    return Generator(target, sampling, settings.max_new_tokens, settings.slots, longest + settings.max_new_tokens, seed)
-
-
 def write_part(
-    traffic: Stage, chunk: Chunk, requests: list[Request], replies: list[Reply], settings: TrafficSettings, dtype: str
+    traffic: Stage,
+    chunk: Chunk,
+    requests: dict[str, Request],
+    replies: list[Reply],
+    settings: TrafficSettings,
+    dtype: str,
 ) -> None:
     """Commit a chunk: one Parquet row per request."""
     import pyarrow as arrow
     import pyarrow.parquet as parquet
 
-    sampling = json.dumps(Sampling(settings.temperature, settings.top_k, settings.top_p).to_dict())
+    sampling = json.dumps(sampling_of(settings).to_dict())
     rows = []
-    for prompt, request, reply in zip(chunk.prompts, requests, replies, strict=True):
-        prompt_tokens = len(request.token_ids)
+    for prompt, reply in zip(chunk.prompts, replies, strict=True):
+        prompt_ids = requests[prompt.prompt_id].token_ids
         rows.append(
             {
                 "prompt_id": prompt.prompt_id,
@@ -168,9 +218,9 @@ def write_part(
                 "split": prompt.split,
                 "messages": json.dumps(list(prompt.messages), ensure_ascii=False),
                 "template_kwargs": json.dumps(prompt.template_kwargs, ensure_ascii=False),
-                "token_ids": request.token_ids + reply.token_ids,
-                "generated": [False] * prompt_tokens + [True] * len(reply.token_ids),
-                "logprob": [None] * prompt_tokens + reply.logprobs,
+                "token_ids": prompt_ids + reply.token_ids,
+                "generated": [False] * len(prompt_ids) + [True] * len(reply.token_ids),
+                "logprob": [None] * len(prompt_ids) + reply.logprobs,
                 "finish_reason": reply.finish_reason,
                 "stop_token_id": reply.token_ids[-1] if reply.finish_reason == "stop" else None,
                 "sampling": sampling,
