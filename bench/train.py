@@ -56,7 +56,9 @@ def recorded_lengths(folder: FilePath) -> list[tuple[int, int]]:
 def measure(dtype: str, lengths: list[tuple[int, int]], warmup: int, steps: int, loss: str) -> str:
     """One line of the table."""
     from headstart.trainer.loop import optimizer_step
+    from headstart.trainer.memory import keep_freed_memory
 
+    keep_freed_memory()
     job = make_job(dtype, lengths, warmup + steps, loss)
     for step in range(1, warmup + 1):
         optimizer_step(job, step)

@@ -29,6 +29,7 @@ from headstart.trainer.console import Pace, print_start, progress_line
 from headstart.trainer.data import EvaluationRows, TrainingRows
 from headstart.trainer.interruption import interruption
 from headstart.trainer.losses import PairSums, Teacher, pair_loss
+from headstart.trainer.memory import keep_freed_memory
 from headstart.trainer.metrics import METRICS, MetricsFile, Window
 from headstart.trainer.optim import clip_gradients, learning_rate, make_optimizer, set_learning_rate
 from headstart.trainer.precision import Precision, choose_precision
@@ -110,6 +111,7 @@ def train(
         TrainingFailed: several steps in a row were not finite.
         KeyboardInterrupt: asked to stop; a checkpoint of the last whole step is written.
     """
+    keep_freed_memory()
     job = Job.open(head, output_weight_VH, rows, settings)
     metrics, checkpoints = MetricsFile(folder / METRICS), folder / "checkpoints"
     progress = resume(job, checkpoints)
