@@ -1,6 +1,6 @@
 """Reply tokens/s of the traffic stage's generator on this machine, prefill and kept states included.
 
-    python bench/traffic.py [--target smollm2-135m] [--dtype bfloat16 float32] [--prompts 256] [--slots 32]
+    python bench/traffic.py [--target smollm2-135m] [--dtype bfloat16 float32] [--prompts 256] [--slots 64]
                             [--threads 0] [--max-new-tokens 128]
 
 Greedy replies of mixed length to built-in prompts, answered as the stage answers them: chunks of even size, one worker a
@@ -28,7 +28,7 @@ def main() -> None:
     parser.add_argument("--target", default="smollm2-135m")
     parser.add_argument("--dtype", nargs="+", default=["bfloat16", "float32"])
     parser.add_argument("--prompts", type=int, default=256)
-    parser.add_argument("--slots", type=int, default=32)
+    parser.add_argument("--slots", type=int, default=64)
     parser.add_argument("--threads", type=int, default=0)
     parser.add_argument("--max-new-tokens", type=int, default=128)
     options = parser.parse_args()

@@ -49,9 +49,9 @@ class TrafficSettings:
     """Keep the smallest set of this much mass; 1 keeps all."""
     max_prompt_tokens: Positive = 512
     """Longer prompts are refused before anything runs."""
-    slots: Positive = 32
+    slots: Positive = 64
     """Replies generated at once; a slot is refilled when its reply ends."""
-    chunk: Positive = 256
+    chunk: Positive = 512
     """Prompts a chunk: the unit of commit, resume and determinism."""
     eval_dtype: Literal["float32", "bfloat16"] = "float32"
     """Precision of validation and held-out replies, so that greedy identity can be exact."""

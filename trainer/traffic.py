@@ -155,12 +155,12 @@ def traffic_inputs(load_target: TargetLoader, prompts: Stage, settings: TrafficS
 def plan_chunks(prompts: list[Prompt], settings: TrafficSettings, feature_splits: Sequence[str]) -> list[Chunk]:
     """Fixed chunks of at most `settings.chunk` prompts of one split, in stored order and of even size.
 
-    A split that fills its slots several times makes two chunks at least, so that two workers share it.
+    A split that fills its slots twice makes two chunks at least, so that two workers share it.
     """
     chunks: list[Chunk] = []
     for split in SPLITS:
         own = [prompt for prompt in prompts if prompt.split == split]
-        number = max(-(-len(own) // settings.chunk), 2 if len(own) >= 4 * settings.slots else 1)
+        number = max(-(-len(own) // settings.chunk), 2 if len(own) >= 2 * settings.slots else 1)
         bounds = [round(len(own) * i / number) for i in range(number + 1)]
         for begin, end in pairwise(bounds):
             if begin < end:
