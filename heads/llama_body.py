@@ -18,6 +18,8 @@ from headstart.heads.cache import PositionCache
 from headstart.heads.packed import MIN_ROWS, FrozenLinear
 
 LAYER_CLASSES = ("LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer")
+# Passes of more tokens a row use the fused function, which needs no [T, T] scores in memory.
+LONGEST_PRODUCTS = 1024
 
 
 class LlamaBody:
@@ -33,7 +35,9 @@ class LlamaBody:
         self._rotary = body.rotary_emb
         self._norm = body.norm
         self._layers = [Layer(layer) for layer in body.layers]
-        self._min_rows = MIN_ROWS if self._embedding.device.type == "cpu" else 1
+        on_cpu = self._embedding.device.type == "cpu"
+        self.min_rows = MIN_ROWS if on_cpu else 1
+        self.longest_products = LONGEST_PRODUCTS if on_cpu else 0
 
     def __call__(
         self, tokens_BT: Tensor, position_BT: Tensor, cache: PositionCache | None
@@ -46,7 +50,7 @@ class LlamaBody:
         batch, length = tokens_BT.shape
         num_tokens = batch * length
         hidden_NH = functional.embedding(tokens_BT.reshape(-1), self._embedding)
-        pad = max(self._min_rows - num_tokens, 0)
+        pad = max(self.min_rows - num_tokens, 0)
         if pad:
             hidden_NH = functional.pad(hidden_NH, (0, 0, 0, pad))
         attention = Attention(self, hidden_NH.dtype, position_BT, cache)
@@ -101,8 +105,8 @@ class Attention:
         # Rotating by halves is rolling by half the width and negating the first half, which the sine can carry.
         self.sin_BT1D = torch.cat((-sin_BTD[..., :half], sin_BTD[..., half:]), dim=-1).unsqueeze(2)
         self.fresh = cache is None or cache.fresh
-        self.products = position_BT.device.type == "cpu"
-        self.pad = max(MIN_ROWS - self.group * position_BT.shape[1], 0) if self.products else 0
+        self.products = position_BT.shape[1] <= body.longest_products
+        self.pad = max(body.min_rows - self.group * position_BT.shape[1], 0) if self.products else 0
         if self.products or not self.fresh:
             if cache is None or self.fresh:
                 bias_BTL = causal_bias(position_BT.shape[1], dtype, position_BT.device)

@@ -57,8 +57,7 @@ def find_gguf() -> Path:
 def convert(source: Path, folder: Path) -> None:
     """Write config, float32 weights and tokenizer, undoing what a GGUF round trip loses."""
     import torch
-    from tokenizers import pre_tokenizers
-    from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, GgufConfig, LlamaForCausalLM
+    from transformers import AutoModelForCausalLM, GenerationConfig, GgufConfig, LlamaForCausalLM
 
     loaded = AutoModelForCausalLM.from_pretrained(
         source.parent,
@@ -71,6 +70,13 @@ def convert(source: Path, folder: Path) -> None:
     model.load_state_dict(loaded.state_dict())
     model.generation_config = GenerationConfig(bos_token_id=1, eos_token_id=2, pad_token_id=2)
     model.save_pretrained(folder)
+    write_tokenizer(source, folder)
+
+
+def write_tokenizer(source: Path, folder: Path) -> None:
+    """Write tokenizer and chat template."""
+    from tokenizers import pre_tokenizers
+    from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
     # GGUF names its pre-tokenizer instead of describing it; the conversion forgets that digits are split one by one.

