@@ -264,7 +264,9 @@ class TargetLoader:
 
         attention = {} if self.settings.attention == "auto" else {"attn_implementation": self.settings.attention}
         with no_progress_bars():
-            model: Any = AutoModelForCausalLM.from_pretrained(self.folder, dtype=choose_dtype(dtype), **attention)
+            model: Any = AutoModelForCausalLM.from_pretrained(
+                self.folder, dtype=choose_dtype(dtype), use_safetensors=True, **attention
+            )
         model.to(choose_device(self.settings.device)).eval().requires_grad_(False)
         target = Target(model, self.tokenizer, self.facts, self.taps, direct=self.settings.attention == "auto")
         check_probe(target)

@@ -92,7 +92,12 @@ def read_facts(name: str, folder: Path, config: Any, tokenizer: Any) -> TargetFa
 
 def fingerprint(folder: Path, tokenizer: Any) -> dict[str, str]:
     """Hashes of content, never of names: what changes the target's answers changes its fingerprint."""
-    weights = sorted([*folder.glob("*.safetensors"), *folder.glob("pytorch_model*.bin")])
+    weights = sorted(folder.glob("*.safetensors"))
+    if not weights:
+        raise WrongInput(
+            f"{folder}: found no *.safetensors, expected the weights in that form (pickled weights can run code).\n"
+            "Load the model once with transformers and write it with save_pretrained."
+        )
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     template = tokenizer.chat_template
     return {

@@ -23,10 +23,12 @@ from transformers import (
 from headstart.heads.builtin import resolve_model
 from headstart.heads.errors import WrongInput
 from headstart.heads.paths import Prompt
+from headstart.heads.sampling import Sampling
 from headstart.heads.settings import TargetSettings
 from headstart.heads.smollm2 import find_gguf, write_tokenizer
-from headstart.heads.target import load_target
+from headstart.heads.target import Target, load_target
 from headstart.heads.target_facts import check_supported
+from headstart.trainer.generation import Generator, Request
 
 SMALL = {
     "vocab_size": 512,
@@ -43,9 +45,33 @@ SMALL = {
 def save_random(folder: Path, config: object, tiny_folder: Path) -> TargetSettings:
     """A random model of any architecture with the tiny tokenizer."""
     torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    model = AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:  # biases and gains that make no difference would hide their loss
+                parameter.add_(0.3 * torch.randn_like(parameter))
+    model.save_pretrained(folder)
     AutoTokenizer.from_pretrained(tiny_folder).save_pretrained(folder)
     return TargetSettings(model=str(folder), dtype="float32", device="cpu")
+
+
+def assert_generates_alike(target: Target) -> None:
+    requests = [Request("a", [5, 17, 40, 8]), Request("b", list(range(20, 70)))]
+    replies = Generator(target, Sampling(), 10, num_slots=2, max_length=64).generate(requests, keep_states=True)
+    banned = [[i] for i in range(target.facts.num_tokens, target.facts.vocab_size)]
+    for request, reply in zip(requests, replies, strict=True):
+        tokens = torch.tensor([request.token_ids])
+        expected = target.model.generate(
+            tokens,
+            attention_mask=torch.ones_like(tokens),
+            max_new_tokens=10,
+            do_sample=False,
+            bad_words_ids=banned,
+            eos_token_id=target.facts.stop_ids,
+        )
+        assert reply.token_ids == expected[0, len(request.token_ids) :].tolist()
+        assert reply.states is not None
+        assert len(reply.states.taps) == len(request.token_ids) + len(reply.token_ids) - 1
 
 
 @pytest.mark.parametrize(
@@ -53,9 +79,9 @@ def save_random(folder: Path, config: object, tiny_folder: Path) -> TargetSettin
     [Qwen2Config(**SMALL), Qwen3Config(**SMALL), MistralConfig(**SMALL, sliding_window=None), GemmaConfig(**SMALL)],
     ids=lambda config: config.model_type,
 )
-def test_other_architectures_load_and_pass_the_probe(config, tmp_path, tiny_folder):
+def test_other_architectures_answer_as_transformers_generate_does(config, tmp_path, tiny_folder):
     target = load_target(save_random(tmp_path, config, tiny_folder))
-    assert target.facts.num_layers == 2
+    assert_generates_alike(target)
 
 
 def test_gpt2_loads_although_it_names_everything_otherwise(tmp_path, tiny_folder):
@@ -65,6 +91,7 @@ def test_gpt2_loads_although_it_names_everything_otherwise(tmp_path, tiny_folder
     assert target.facts.intermediate_size == 128
     with pytest.raises(WrongInput, match="init_from_target=false"):
         target.last_layer()
+    assert_generates_alike(target)
 
 
 @pytest.mark.parametrize(
@@ -142,3 +169,10 @@ def test_smollm2_tokenizer_splits_digits_and_is_a_fast_tokenizer(tmp_path):
     )
     assert tokenizer.decode(ids).endswith("<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n")
     assert (tokenizer.eos_token_id, len(tokenizer)) == (2, 49152)
+
+
+def test_weights_come_from_safetensors_only(tmp_path, tiny_folder):
+    shutil.copytree(tiny_folder, tmp_path, dirs_exist_ok=True)
+    (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin")
+    with pytest.raises(WrongInput, match="safetensors"):
+        load_target(TargetSettings(model=str(tmp_path), dtype="float32", device="cpu"))

@@ -7,6 +7,7 @@ other taps, asked for when the traffic is already there, are read back teacher-f
 
 import json
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass
 from itertools import groupby, pairwise
 from pathlib import Path as FilePath
@@ -92,12 +93,13 @@ def make_traffic(
         def make_worker(target: Target = target) -> Callable[[Chunk], Answers]:
             return Answerer(target, traffic, requests, settings, longest, seed, progress)
 
-        answers = in_order(own, make_worker, num_workers(target, len(own)), progress.stop)
-        for chunk, (replies, states) in zip(own, answers, strict=True):
-            if needs_features(features, chunk):
-                write_shard(features, chunk, states, target.taps)
-            if replies:
-                write_part(traffic, chunk, requests, replies, settings, dtype)
+        jobs = in_order(own, make_worker, num_workers(target, len(own)), progress.stop)
+        with closing(jobs) as answers:
+            for chunk, (replies, states) in zip(own, answers, strict=True):
+                if needs_features(features, chunk):
+                    write_shard(features, chunk, states, target.taps)
+                if replies:
+                    write_part(traffic, chunk, requests, replies, settings, dtype)
     progress.finish()
     finish(features)
     finish(traffic)

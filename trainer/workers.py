@@ -6,7 +6,7 @@ chunks of their own do not. Weights are shared, and what a chunk gives does not 
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
@@ -28,7 +28,7 @@ def in_order(
     make_worker: Callable[[], Callable[[J], R]],
     workers: int,
     stop: Callable[[], None] = lambda: None,
-) -> Iterator[R]:
+) -> Generator[R, None, None]:
     """Yield the result of every job in order, computed by `workers` threads; each makes its worker once.
 
     Args:
