@@ -110,54 +110,50 @@ class Eagle3(Head):
         self.register_buffer("draft_ids_V", draft_ids_V.to(torch.int64), persistent=False)
         # The target's embedding is borrowed: frozen, never saved, found again through `load_target`.
         self.register_buffer("embedding_VH", torch.empty(0, width), persistent=False)
-        self.initialised = False
+        self.first_values: dict[str, str] = {}  # where tensors were copied from; others are random
 
     # What a checkpoint does not hold
 
     def load_target(self, target: Any, initialise: bool) -> None:
         self.embedding_VH = target.embedding_weight().detach()
-        self.initialised = initialise and self.settings.init_from_target
-        if not self.initialised:
-            return
-        source = {name: tensor.float() for name, tensor in target.last_layer().items()}
-        width = self.facts.hidden_size
-        with torch.no_grad():
-            # The newest tap is closest to what the target's last layer reads, so the fusion starts as its copy.
-            self.fc.weight.mul_(0.1)
-            self.fc.weight[:, -width:] += torch.eye(width)
-            for name in ("q_proj", "k_proj", "v_proj"):
-                weight = getattr(self.midlayer.self_attn, name).weight
-                weight[:, width:] = source[f"self_attn.{name}.weight"]
-                weight[:, :width] *= 0.5
-            self.midlayer.self_attn.o_proj.weight.copy_(source["self_attn.o_proj.weight"])
-            self.midlayer.hidden_norm.weight.copy_(source["input_layernorm.weight"])
-            self.midlayer.post_attention_layernorm.weight.copy_(source["post_attention_layernorm.weight"])
-            if self.midlayer.mlp.gate_proj.weight.shape == source["mlp.gate_proj.weight"].shape:
-                for name in ("gate_proj", "up_proj", "down_proj"):
-                    getattr(self.midlayer.mlp, name).weight.copy_(source[f"mlp.{name}.weight"])
-            self.norm.weight.copy_(target.final_norm_weight().float())
-            self.lm_head.weight.copy_(target.output_weight()[self.draft_ids_V.to(target.device)].float())
+        if initialise and self.settings.init_from_target:
+            self._start_from(target)
+
+    @torch.no_grad()
+    def _start_from(self, target: Any) -> None:
+        """Copy first weights from the target; what its last layer has under no such name and shape stays random."""
+        source, width, attention = target.last_layer(), self.facts.hidden_size, self.midlayer.self_attn
+
+        def copy(part: Tensor, found: Tensor | None, name: str, origin: str) -> None:
+            if found is not None and found.shape == part.shape:
+                part.copy_(found)
+                self.first_values[name] = origin
+
+        # The newest tap is closest to what the target's last layer reads, so the fusion starts as its copy.
+        self.fc.weight.mul_(0.1)
+        self.fc.weight[:, -width:] += torch.eye(width, device=self.fc.weight.device)
+        self.first_values["fc.weight"] = "random + newest tap"
+        for projection in ("q_proj", "k_proj", "v_proj"):
+            name, weight = f"self_attn.{projection}.weight", getattr(attention, projection).weight
+            origin = "target's last layer, random embedding half"
+            copy(weight[:, width:], source.get(name), f"midlayer.{name}", origin)
+            weight[:, :width] *= 0.5
+        for name, head_name in (
+            ("self_attn.o_proj.weight", "self_attn.o_proj.weight"),
+            ("input_layernorm.weight", "hidden_norm.weight"),
+            ("post_attention_layernorm.weight", "post_attention_layernorm.weight"),
+            ("mlp.gate_proj.weight", "mlp.gate_proj.weight"),
+            ("mlp.up_proj.weight", "mlp.up_proj.weight"),
+            ("mlp.down_proj.weight", "mlp.down_proj.weight"),
+        ):
+            part = self.midlayer.get_parameter(head_name)
+            copy(part, source.get(name), f"midlayer.{head_name}", "target's last layer")
+        copy(self.norm.weight, target.final_norm_weight(), "norm.weight", "target's final norm")
+        rows_VH = target.output_weight()[self.draft_ids_V.to(target.device)]
+        copy(self.lm_head.weight, rows_VH, "lm_head.weight", "target's output rows")
 
     def origins(self) -> dict[str, str]:
-        borrowed = {"embedding_VH": "target's embedding", "draft_ids_V": "traffic"}
-        if not self.initialised:
-            return borrowed
-        sources = {
-            "fc.": "random + newest tap",
-            "midlayer.self_attn.o_proj": "target's last layer",
-            "midlayer.self_attn": "target's last layer, random embedding half",
-            "midlayer.hidden_norm": "target's last layer",
-            "midlayer.post_attention_layernorm": "target's last layer",
-            "norm": "target's final norm",
-            "lm_head": "target's output rows",
-        }
-        if (self.settings.intermediate_size or self.facts.intermediate_size) == self.facts.intermediate_size:
-            sources["midlayer.mlp"] = "target's last layer"
-        names = {
-            name: [source for start, source in sources.items() if name.startswith(start)]
-            for name in self.trained_tensors()
-        }
-        return borrowed | {name: found[0] for name, found in names.items() if found}
+        return {"embedding_VH": "target's embedding", "draft_ids_V": "traffic", **self.first_values}
 
     # Shared by both methods
 

@@ -144,14 +144,14 @@ class Target:
         weight: Tensor = self.model.get_output_embeddings().weight
         return weight.detach()
 
-    def final_norm_weight(self) -> Tensor:
-        """The [H] gain of the norm before the output head."""
+    def final_norm_weight(self) -> Tensor | None:
+        """The [H] gain of the norm before the output head, where it goes by one of the usual names."""
         for name in ("norm", "final_layernorm", "final_layer_norm", "ln_f"):
             norm = getattr(self._body, name, None)
             if norm is not None:
                 weight: Tensor = norm.weight
                 return weight.detach()
-        raise WrongInput(f"{self.facts.name}: found no final norm in {type(self._body).__name__}.")
+        return None
 
     def last_layer(self) -> dict[str, Tensor]:
         """Tensors of the last decoder layer, by their Llama names inside the layer (`self_attn.q_proj.weight`, ..).
@@ -245,19 +245,19 @@ class TargetLoader:
         self._loaded: dict[str, Target] = {}
 
     def __call__(self, dtype: str | None = None) -> "Target":
-        """The target in `dtype` (default: the settings'), loaded once and checked on a probe."""
+        """The target in `dtype` (default: the settings'), loaded and checked on a probe where it is not the last one given.
+
+        Only the last one is held: two precisions of a large target may not fit beside each other.
+        """
         name = str(choose_dtype(dtype or self.settings.dtype)).removeprefix("torch.")
         if name not in self._loaded:
+            self._loaded.clear()
             self._loaded[name] = self._load(name)
         return self._loaded[name]
 
     def render(self, prompt: Prompt) -> list[int]:
         """Token ids of a prompt, without weights."""
         return render(self.facts.name, self.tokenizer, prompt)
-
-    def release(self) -> None:
-        """Forget loaded weights."""
-        self._loaded.clear()
 
     def _load(self, dtype: str) -> "Target":
         from transformers import AutoModelForCausalLM

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from transformers import Phi3Config, Phi3ForCausalLM
 
 from headstart.heads.batch import pack, supervised_pairs
 from headstart.heads.checkpoint import load_head, save_head
@@ -11,6 +12,7 @@ from headstart.heads.errors import WrongInput
 from headstart.heads.facts import TargetFacts, default_taps
 from headstart.heads.paths import Path
 from headstart.heads.settings import Eagle3Settings
+from headstart.heads.target import Target
 from headstart.heads.vocabulary import choose_draft_vocabulary, coverage
 from tests.oracle import oracle_logits
 
@@ -235,3 +237,20 @@ def test_default_taps_are_distinct_and_valid_on_shallow_targets():
 def test_taps_out_of_range_are_refused():
     with pytest.raises(WrongInput, match="taps"):
         make_head({"taps": [2, 7]}, torch.float32)
+
+
+def test_a_head_starts_from_targets_whose_layers_have_other_names(tiny_target):
+    config = Phi3Config(
+        vocab_size=512, hidden_size=64, intermediate_size=160, num_hidden_layers=4, num_attention_heads=4,
+        num_key_value_heads=2, pad_token_id=0,
+    )  # fmt: skip
+    target = Target(Phi3ForCausalLM(config).eval(), tiny_target.tokenizer, tiny_target.facts, tiny_target.taps)
+    head = Eagle3(Eagle3Settings(), target.facts, torch.arange(500))
+    before = {name: tensor.detach().clone() for name, tensor in head.trained_tensors().items()}
+    head.load_target(target, initialise=True)
+    source, origins = target.last_layer(), head.origins()
+    assert torch.equal(head.midlayer.mlp.down_proj.weight, source["mlp.down_proj.weight"])
+    assert torch.equal(head.midlayer.hidden_norm.weight, source["input_layernorm.weight"])
+    for name in ("midlayer.self_attn.k_proj.weight", "midlayer.mlp.gate_proj.weight"):  # fused in this target
+        assert name not in origins
+        assert torch.equal(head.get_parameter(name)[:, -64:], before[name][:, -64:])
