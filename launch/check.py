@@ -41,6 +41,7 @@ def check_recipe(recipe: Recipe, path: Path, overrides: list[str], render: bool 
     target = attempt(found, "target.model", lambda: read_target(recipe.target))
     prompts = attempt(found, "prompts", lambda: gather(recipe.prompts, path.parent))
     attempt(found, "target.device", lambda: check_device(recipe.target.device))
+    found += gate_problems(recipe)
     lengths: dict[str, int] = {}
     if target is not None:
         taps = recipe.head.taps or target.taps
@@ -106,6 +107,16 @@ def target_problems(recipe: Recipe, target: TargetLoader) -> Findings:
         text += f"; expected at most {facts.max_position - recipe.traffic.max_new_tokens}"
         found.append(("traffic.max_prompt_tokens", text))
     return found
+
+
+def gate_problems(recipe: Recipe) -> Findings:
+    """Exports that the gate would refuse whatever the head is like, told before it is trained."""
+    temperature = recipe.traffic.temperature
+    if temperature == 0 or not recipe.export.engines:
+        return []
+    text = f"found {recipe.export.engines} with traffic.temperature = {temperature:g}, but losslessness is proved on"
+    text += " greedy replies only, so nothing would pass the gate; set it to [] and use headstart export --untested"
+    return [("export.engines", text)]
 
 
 def length_problems(recipe: Recipe, prompts: list[Prompt], lengths: dict[str, int]) -> Findings:

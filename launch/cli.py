@@ -95,7 +95,7 @@ def build_parser() -> argparse.ArgumentParser:
     evaluate.add_argument(
         "--checkpoint", default="best", metavar="NAME", help="best, last or step-000500 (default best)"
     )
-    evaluate.add_argument("--draft-length", metavar="N,N", help="draft lengths of the acceptance table")
+    evaluate.add_argument("--draft-length", type=lengths, metavar="N,N", help="draft lengths of the acceptance table")
     evaluate.add_argument("--live", action="store_true", help="only the live loop beside the acceptance table")
     evaluate.add_argument("--lossless", action="store_true", help="only greedy identity beside the acceptance table")
     evaluate.add_argument("--speed", action="store_true", help="only timings beside the acceptance table")
@@ -149,6 +149,11 @@ def add_run(parser: Parser, examples: str, overrides: bool = True) -> None:
     parser.epilog = f"examples:\n  {examples}"
 
 
+def lengths(text: str) -> list[int]:
+    """Numbers between commas, ascending and each once."""
+    return sorted({int(number) for number in text.split(",")})
+
+
 def check_command(options: argparse.Namespace) -> None:
     from headstart.launch.commands import check
 
@@ -169,8 +174,7 @@ def eval_command(options: argparse.Namespace) -> None:
 
     overrides = list(options.overrides)
     if options.draft_length:
-        lengths = sorted({int(n) for n in options.draft_length.split(",")})
-        overrides += [f"eval.draft_lengths={lengths}", f"eval.draft_length={lengths[-1]}"]
+        overrides += [f"eval.draft_lengths={options.draft_length}", f"eval.draft_length={options.draft_length[-1]}"]
     parts = [part for part in ("live", "lossless", "speed") if getattr(options, part)]
     evaluate(options.run, options.checkpoint, overrides, parts)
 

@@ -57,6 +57,13 @@ def test_everything_that_does_not_fit_the_target_is_reported_at_once(recipe: Pat
     assert "target.device: found 'nonsense'" in text
 
 
+def test_sampled_replies_and_an_export_do_not_go_together(recipe: Path) -> None:
+    text = problems_of(recipe, "traffic.temperature=0.7")
+    assert "export.engines: found ['vllm'] with traffic.temperature = 0.7" in text
+    overrides = ["traffic.temperature=0.7", "export.engines=[]"]
+    check_recipe(load_recipe(recipe, overrides), recipe, overrides)
+
+
 def test_prompts_longer_than_the_limit_or_the_context_are_found(recipe: Path) -> None:
     text = problems_of(recipe, "traffic.max_prompt_tokens=20")
     assert "traffic.max_prompt_tokens: found 20, but 7 prompts are longer" in text

@@ -1,9 +1,8 @@
-"""The command line: quick, torch-free help; exit codes; recipes that Python runs."""
+"""The command line: torch-free help; exit codes; recipes that Python runs."""
 
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -15,14 +14,11 @@ from headstart.launch.recipe import LAST_LINE, load_recipe
 from headstart.launch.threads import choose_threads, cpu_quota, usable_cores
 
 
-def test_help_is_quick_shows_examples_and_needs_no_torch(tmp_path: Path) -> None:
+def test_help_shows_examples_and_needs_no_torch(tmp_path: Path) -> None:
     code = "import sys, headstart.launch.cli as c\ntry: c.main()\nfinally: assert 'torch' not in sys.modules"
-    started = time.perf_counter()
     done = subprocess.run([sys.executable, "-c", code, "--help"], capture_output=True, text=True, cwd=tmp_path)
-    elapsed = time.perf_counter() - started
     assert done.returncode == 0
     assert "examples:" in done.stdout
-    assert elapsed < 1.0
     for command in ("check", "train", "eval", "export", "report", "ls", "cp", "env"):
         with pytest.raises(SystemExit, match="0"):
             cli.run([command, "--help"])
@@ -56,7 +52,8 @@ def test_overrides_stand_anywhere_and_unknown_options_are_refused() -> None:
     options = cli.parse(["train", "smoke", "run.seed=1", "--dry-run", "train.depth=2"])
     assert options.overrides == ["run.seed=1", "train.depth=2"]
     assert options.dry_run
-    for arguments in (["train", "smoke", "--dry"], ["train", "smoke", "--nothing"], ["ls", "runs", "more"]):
+    wrong = (["train", "smoke", "--dry"], ["train", "smoke", "--nothing"], ["ls", "runs", "more"])
+    for arguments in (*wrong, ["eval", "smoke", "--draft-length", "two"]):
         with pytest.raises(SystemExit, match="2"):
             cli.parse(arguments)
 
