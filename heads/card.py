@@ -22,7 +22,7 @@ DEFINITIONS = """\
 | survival s_j | a_0 x .. x a_j; engines report it as accepted at position j / drafts |
 | counting `reply` | tokens after a stop or limit do not count, and a draft beyond the reply's end is not judged |
 | counting `engine` | the last block counts whole, as engines count it |
-| lossless | greedy replies with the head are the target's own, token for token; sampled ones follow its distribution |
+| lossless | greedy replies with the head are the target's own, token for token (but for ties of rounding) |
 | speedup | tokens/s with the head / tokens/s of plain decoding in the same program, dtype and cache |
 | [low, high] | 95 % bootstrap interval over prompts |
 """
@@ -64,7 +64,8 @@ def _verdicts(record: dict[str, Any], evals: dict[str, Any]) -> str:
             f"{main['num_prompts']} held-out prompts ({main['source']}, temperature {main['temperature']:g})"
         )
     rows = [row for row in (evals.get("speed") or {}).get("rows", []) if row["drafter"] == record["kind"]]
-    best = max((row for row in rows if row.get("speedup")), key=lambda row: row["speedup"]["value"], default=None)
+    known = [row for row in rows if row["speedup"]["value"] is not None]
+    best = max(known, key=lambda row: row["speedup"]["value"], default=None)
     if best is None:
         lines.append("- speedup: not measured")
     else:

@@ -238,9 +238,12 @@ def resume(job: Job, checkpoints: Path) -> Progress | None:
 
 
 def keep(job: Job, checkpoints: Path, progress: Progress, improved: bool) -> None:
-    """Save a checkpoint. `best` moves before `last`: killed in between, the rerun comes here again and repeats both."""
+    """Save a checkpoint. `best` moves before `last`: killed in between, the rerun comes here again and repeats both.
+
+    Until an accept_len is measured, the newest checkpoint is the best.
+    """
     checkpoint = save_checkpoint(checkpoints, job.head, job.optimizer, progress, job.identity)
-    if improved or pointed(checkpoints, "best") is None:
+    if improved or not progress.best_step or pointed(checkpoints, "best") is None:
         point(checkpoints, "best", checkpoint)
     point(checkpoints, "last", checkpoint)
     prune(checkpoints, job.settings.keep)
