@@ -192,25 +192,6 @@ def offline_acceptance(
     return count_replies(reply_acceptance(head, batches, draft_length, temperature), draft_length)
 
 
-def engine_counts(counts: PromptCounts) -> PromptCounts:
-    """The same steps as a serving engine counts them: every step drafts a whole block and emits one token more.
-
-    Exact for live runs that judge whole blocks. Made from `reply` sums it takes drafts beyond the reply's end as
-    refused, which an engine may accept: one block a reply is then counted low.
-    """
-    return PromptCounts(
-        prompt_id=counts.prompt_id,
-        route=counts.route,
-        num_tokens=counts.num_steps + float(counts.accepted_K.sum()),
-        num_steps=counts.num_steps,
-        num_short_steps=0.0,
-        accepted_K=counts.accepted_K,
-        judged_K=np.append(counts.num_steps, counts.accepted_K[:-1])[: len(counts.accepted_K)],
-        histogram=counts.histogram,
-        num_out_of_vocab=counts.num_out_of_vocab,
-    )
-
-
 def accept_len_interval(counts: Sequence[PromptCounts], replicates: int = 2000, seed: int = 0) -> Interval:
     """accept_len = emitted tokens / target steps (micro average), with its interval over prompts."""
     weights_BR = resampling_weights(len(counts), replicates, seed)

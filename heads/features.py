@@ -34,9 +34,6 @@ class FeatureReader:
     def __len__(self) -> int:
         return len(self._place)
 
-    def __contains__(self, prompt_id: str) -> bool:
-        return prompt_id in self._place
-
     def get(self, prompt_id: str) -> tuple[Tensor, Tensor]:
         """(taps_SF, final_SH) of a path, bf16, S = N - 1: the last token is never fed.
 

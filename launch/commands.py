@@ -66,7 +66,7 @@ def evaluate(run_text: str, checkpoint: str, overrides: list[str], parts: list[s
         print(f"run {run.folder}\nthreads: {threads}")
         from headstart.launch.stages import run_eval
 
-        run_eval(recipe, run.recipe, run, checkpoint=named or checkpoint, parts=parts)
+        run_eval(recipe, run, checkpoint=named or checkpoint, parts=parts)
 
 
 def export(run_text: str, checkpoint: str, engine: str, out: Path | None, untested: bool, overrides: list[str]) -> None:
@@ -77,7 +77,7 @@ def export(run_text: str, checkpoint: str, engine: str, out: Path | None, untest
     with opened(run):
         from headstart.launch.stages import run_export
 
-        run_export(recipe, run.recipe, run, checkpoint=named or checkpoint, out=out, untested=untested)
+        run_export(recipe, run, checkpoint=named or checkpoint, out=out, untested=untested)
 
 
 def report(run_text: str) -> None:

@@ -15,7 +15,7 @@ import headstart.recipes
 from headstart import __version__
 from headstart.heads.errors import WrongInput
 from headstart.heads.store import atomic_path
-from headstart.launch.schema import Builder, Found, Problem, keys, nearest
+from headstart.launch.schema import Builder, Found, Problem, nearest
 from headstart.launch.settings import Recipe
 
 FIRST_LINE = '_: r"""   # launch line 1 of 2 (the last line is the other): keep both, they let Python run this file'
@@ -193,10 +193,6 @@ def override(root: Found, text: str, problems: list[Problem]) -> Found:
     return laid_over(root, dotted.strip().split("."))
 
 
-def to_dict(recipe: Recipe) -> dict[str, Any]:
-    return dataclasses.asdict(recipe)
-
-
 class RecipeDumper(yaml.SafeDumper):
     """Writes lists on one line, as people write them."""
 
@@ -209,18 +205,6 @@ RecipeDumper.add_representer(list, RecipeDumper.represent_list)
 
 def dump_recipe(recipe: Recipe, comment: str) -> str:
     """The resolved recipe as a file that runs by itself, every setting written out."""
-    body = yaml.dump(to_dict(recipe), Dumper=RecipeDumper, sort_keys=False, allow_unicode=True, width=110)
+    body = yaml.dump(dataclasses.asdict(recipe), Dumper=RecipeDumper, sort_keys=False, allow_unicode=True, width=110)
     comments = "".join(f"# {line}\n" for line in [*comment.splitlines(), f"headstart {__version__}"])
     return f"{comments}{FIRST_LINE}\n{body}{LAST_LINE}\n"
-
-
-def changed_settings(recipe: Recipe) -> list[str]:
-    """`key=value` of every setting that is not at its default."""
-    changed = []
-    for key in keys(Recipe):
-        value: Any = recipe
-        for part in key.path.split("."):
-            value = getattr(value, part)
-        if value != key.default:
-            changed.append(f"{key.path}={value}")
-    return changed

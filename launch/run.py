@@ -85,17 +85,8 @@ class RunFolder:
         return self.folder / "checkpoints"
 
     @property
-    def metrics(self) -> Path:
-        return self.folder / "metrics.jsonl"
-
-    @property
     def eval(self) -> Path:
         return self.folder / "eval"
-
-    @property
-    def export(self) -> Path:
-        """Holds one folder per engine."""
-        return self.folder / "export"
 
     def link(self, name: str, stage_folder: Path) -> None:
         """Point `<run>/<name>` at a stage folder by a relative link, so that `runs/` can be moved as a whole."""

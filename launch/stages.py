@@ -45,18 +45,15 @@ def target_loader(recipe: Recipe) -> TargetLoader:
     return TargetLoader(recipe.target, recipe.head.taps)
 
 
-def run_eval(
-    recipe: Recipe, recipe_path: Path, run: RunFolder, checkpoint: str = "best", parts: Sequence[str] = ()
-) -> None:
+def run_eval(recipe: Recipe, run: RunFolder, checkpoint: str = "best", parts: Sequence[str] = ()) -> None:
     """Measure a checkpoint of a finished run again; `parts` of live, lossless, speed limit what is measured."""
     measure_head(recipe, run, target_loader(recipe), checkpoint, parts)
     write_report(run.folder)
 
 
 def run_export(
-    recipe: Recipe, recipe_path: Path, run: RunFolder, checkpoint: str = "best", out: Path | None = None,
-    untested: bool = False,
-) -> None:  # fmt: skip
+    recipe: Recipe, run: RunFolder, checkpoint: str = "best", out: Path | None = None, untested: bool = False
+) -> None:
     """Write a checkpoint for the recipe's engines."""
     target = target_loader(recipe)()
     for engine in recipe.export.engines:

@@ -9,7 +9,6 @@ from headstart.eval.acceptance import (
     accept_len_interval,
     acceptance_row,
     count_replies,
-    engine_counts,
     visits,
 )
 from headstart.eval.statistics import ratio_interval, resampling_weights
@@ -135,14 +134,6 @@ def test_empty_route_is_null_and_not_zero():
     )
     assert row["num_prompts"] == 0
     assert row["accept_len"]["value"] is None
-
-
-def test_engine_rule_counts_every_block_whole():
-    counts = [engine_counts(c) for c in count_replies(random_replies(6, hard=True), 3)]
-    row = acceptance_row(counts, source="live", drafter="e", draft_length=3, counting="engine")
-    survival = [x["value"] for x in row["survival"]]
-    assert row["accept_len"]["value"] == pytest.approx(1 + sum(survival))
-    assert survival[2] == pytest.approx(sum(c.accepted_K[2] for c in counts) / row["num_steps"])
 
 
 def test_uniform_starts_report_too_much_where_failures_cluster():

@@ -10,7 +10,7 @@ import pytest
 
 from headstart.heads.errors import WrongInput
 from headstart.heads.paths import Prompt
-from headstart.trainer.prompts import gather, load_prompts, make_prompts, read_prompts
+from headstart.trainer.prompts import gather, make_prompts, read_prompts
 from headstart.trainer.settings import PromptSettings
 from headstart.trainer.similarity import NearIndex, grams, jaccard, prompt_text
 from headstart.trainer.sources import read_source, role_names
@@ -242,8 +242,8 @@ def test_validation_does_not_depend_on_the_number_of_training_prompts():
 
 
 def test_only_wanted_routes_are_kept():
-    prompts = load_prompts(PromptSettings(routes=["code", "qa"], num_train=20, num_validation=4), Path())
-    assert {prompt.route for prompt in prompts} == {"code", "qa"}
+    found = gather(PromptSettings(routes=["code", "qa"], num_train=20, num_validation=4), Path())
+    assert {prompt.route for prompt in found.prompts} == {"code", "qa"}
 
 
 def test_wrong_prompts_say_what_was_expected(tmp_path):

@@ -29,7 +29,6 @@ from headstart.heads.batch import Batch
 from headstart.heads.contract import Rollout
 from headstart.trainer.settings import LossSettings
 
-KINDS = ("kl", "ce", "tv", "lk_hybrid")
 ROW_MULTIPLE = 16  # chunks have few distinct row counts: every new shape costs oneDNN a new kernel
 
 
@@ -231,7 +230,7 @@ class _Charge:
             accept_R = torch.minimum(p_RV, q_RV, out=z_RV).sum(-1)
             share_R = torch.exp(-self.loss.lk_rate * accept_R) if kind == "lk_hybrid" else torch.zeros_like(accept_R)
             loss_R = share_R * kl_R + (1 - share_R) * (1 - accept_R)
-            # d tv / dz = q (b - q.1) with b = 1 where q < p; d kl / dz = m q - p.
+            # d tv / dz = q (q.b - b) with b = 1 where q < p; d kl / dz = m q - p.
             torch.lt(q_RV, p_RV, out=z_RV)
             z_RV.mul_(q_RV)
             scale_R = share_R * self.mass_R + (1 - share_R) * z_RV.sum(-1)

@@ -54,13 +54,6 @@ class PromptSet:
         return "\n".join(lines)
 
 
-def load_prompts(settings: PromptSettings, base: Path, seed: int = 0) -> list[Prompt]:
-    """Prompts of all splits, training ones first; counts and skip reasons are printed."""
-    found = gather(settings, base)
-    print(found.describe())
-    return found.prompts
-
-
 def make_prompts(
     settings: PromptSettings,
     root: Path,

@@ -41,9 +41,6 @@ class Rows:
     skips: list[Skip] = field(default_factory=list)
     notes: Counter[str] = field(default_factory=Counter)  # changes that kept the row
 
-    def reasons(self) -> Counter[str]:
-        return Counter(skip.reason for skip in self.skips)
-
 
 def role_names(pairs: list[str]) -> dict[str, str]:
     """The role map of a recipe (`name=role`) over the usual names.
