@@ -6,13 +6,14 @@ import torch
 
 from headstart.eval.acceptance import acceptance_probabilities, acceptance_row, count_replies, reply_acceptance
 from headstart.eval.decode import decode, live_counts
-from headstart.eval.drafters import HeadDrafter, NgramDrafter, ScriptedDrafter, ngram_acceptance
+from headstart.eval.drafters import HeadDrafter, NgramDrafter, ngram_acceptance
 from headstart.heads.batch import pack, supervised_pairs
 from headstart.heads.checkpoint import build_head
 from headstart.heads.contract import Draft, Head, Rollout, greedy
 from headstart.heads.errors import WrongInput
 from headstart.heads.paths import Path
 from headstart.heads.settings import Eagle3Settings
+from tests.scripted import ScriptedDrafter
 
 NO_STOP: list[int] = []
 

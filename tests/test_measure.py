@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from headstart.eval.decode import decode, verify_greedy
-from headstart.eval.drafters import Proposal, ScriptedDrafter
+from headstart.eval.drafters import Proposal
 from headstart.eval.gate import failures
 from headstart.eval.identity import (
     Rescorer,
@@ -28,6 +28,7 @@ from headstart.heads.errors import WrongInput
 from headstart.heads.settings import TargetSettings
 from headstart.heads.store import read_json
 from headstart.heads.target import load_target
+from tests.scripted import ScriptedDrafter
 from tests.test_decode import NO_STOP, continuations, fitted_head, make_path, make_prompts
 
 SETTINGS = EvalSettings(
