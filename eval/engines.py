@@ -11,7 +11,6 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +28,8 @@ from headstart.eval.engine_runs import (
     run_vllm,
 )
 from headstart.eval.engines_setup import engines_folder, install_llamacpp, install_vllm
-from headstart.eval.gate import read_evals
+from headstart.eval.gate import of_checkpoint, read_evals
+from headstart.eval.speed import balanced
 from headstart.heads.builtin import resolve_model
 from headstart.heads.card import RECORD, write_card
 from headstart.heads.checkpoint import WEIGHTS, head_hash, load_head
@@ -174,13 +174,10 @@ def run_engine(
 
 def heldout_prompts(run: Path, count: int) -> list[ReplyPath]:
     """The first held-out paths of every route in turn, `count` in all."""
-    by_route: dict[str, list[ReplyPath]] = {}
-    for path in read_paths(run / "traffic", "heldout"):
-        by_route.setdefault(path.route, []).append(path)
-    turns = [path for turn in zip_longest(*by_route.values()) for path in turn if path is not None]
-    if not turns:
+    paths = balanced(list(read_paths(run / "traffic", "heldout")), count)
+    if not paths:
         raise WrongInput(f"{run}/traffic: found no held-out replies. Train first: headstart train RECIPE")
-    return turns[:count]
+    return paths
 
 
 def find_export(run: Path, engine: str) -> Path:
@@ -261,10 +258,7 @@ def keep(
     kept = [e for e in record["loaded_in"] if (e["engine"], e["version"]) != (result.engine, result.version)]
     record["loaded_in"] = [*kept, entry]
     write_json(folder / RECORD, record)
-    measured = {
-        k: v if v and v["checkpoint"]["sha256"] == record["checkpoint"]["sha256"] else None for k, v in evals.items()
-    }
-    write_card(folder, measured)
+    write_card(folder, of_checkpoint(evals, record["checkpoint"]["sha256"]))
 
 
 def print_comparison(result: Comparison) -> None:

@@ -17,6 +17,11 @@ def read_evals(folder: Path) -> dict[str, Any]:
     return {name: read_json(file) if file.exists() else None for name, file in files.items()}
 
 
+def of_checkpoint(evals: dict[str, Any], sha256: str) -> dict[str, Any]:
+    """The eval files that measured the checkpoint with this weights hash; None for the others."""
+    return {name: v if v and v["checkpoint"]["sha256"] == sha256 else None for name, v in evals.items()}
+
+
 def unmeasured(evals: dict[str, Any], sha256: str, settings: EvalSettings) -> list[str]:
     """What was never measured on the checkpoint with this weights hash."""
     needed = ["acceptance", "lossless"] + (["speed"] if settings.min_speedup > 0 else [])

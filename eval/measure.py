@@ -23,6 +23,7 @@ from headstart.eval.acceptance import (
 )
 from headstart.eval.decode import Reply, decode, live_counts
 from headstart.eval.drafters import HeadDrafter, ngram_acceptance
+from headstart.eval.gate import read_evals
 from headstart.eval.identity import (
     Rescorer,
     first_unequal_step,
@@ -154,7 +155,7 @@ def evaluate(
         body = {"verdict": overall_verdict(checks), "checks": checks, "faults": []}
         named = {name: names[name] for name in ("checkpoint", "target")}
         write_json(folder / "lossless.json", {"schema": SCHEMAS["lossless"], **named, **body})
-    results = {name: read_json(file) if (file := folder / f"{name}.json").exists() else None for name in SCHEMAS}
+    results = read_evals(folder)
     tell(summary(results, settings.draft_length))
     return results
 

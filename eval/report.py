@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from headstart.eval.gate import read_evals
 from headstart.eval.summary import (
     find_rows,
     interval_text,
@@ -15,7 +16,7 @@ from headstart.eval.summary import (
     routes_lost_to_ngram,
 )
 from headstart.heads.errors import WrongInput
-from headstart.heads.store import atomic_path, read_json
+from headstart.heads.store import atomic_path
 
 REPORT = "report.md"
 ACCEPTANCE_PLOT, TRAINING_PLOT = "acceptance.png", "training.png"
@@ -47,8 +48,7 @@ def write_report(run: Path) -> Path:
     Raises:
         WrongInput: nothing was measured yet.
     """
-    files = {name: run / "eval" / f"{name}.json" for name in ("acceptance", "lossless", "speed")}
-    results = {name: read_json(file) if file.exists() else None for name, file in files.items()}
+    results = read_evals(run / "eval")
     if results["acceptance"] is None:
         raise WrongInput(f"{run}: found no eval/acceptance.json.\nMeasure the run first: headstart eval {run}")
     acceptance, curve = results["acceptance"], read_curve(run / "metrics.jsonl")

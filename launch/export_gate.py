@@ -6,7 +6,7 @@ from typing import Any
 
 from safetensors import safe_open
 
-from headstart.eval.gate import failures, read_evals, require_gate, unmeasured
+from headstart.eval.gate import failures, of_checkpoint, read_evals, require_gate, unmeasured
 from headstart.eval.settings import EvalSettings, ExportSettings
 from headstart.heads.builtin import resolve_model
 from headstart.heads.card import RECORD, RECORD_SCHEMA, write_card
@@ -48,7 +48,7 @@ def export_head(
     out = out or run / "export" / engine
     evals = read_evals(run / "eval")
     # Figures of another checkpoint never reach the card.
-    measured = {name: v if v and v["checkpoint"]["sha256"] == sha256 else None for name, v in evals.items()}
+    measured = of_checkpoint(evals, sha256)
     problems = [*unmeasured(evals, sha256, eval_settings), *failures(measured, eval_settings)]
     record = {
         "schema": RECORD_SCHEMA,

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from headstart.eval.summary import find_rows, interval_text
 from headstart.heads.store import read_json, versions
 from headstart.launch.recipe import built_in_recipes
 from headstart.launch.run import run_folders
@@ -60,24 +61,22 @@ def runs(root: Path) -> Iterator[list[str]]:
 
 
 def headline(folder: Path) -> str:
-    """The offline greedy row over all routes and contexts with the longest draft."""
+    """accept_len of the head with its longest draft: offline, over all routes and contexts."""
     path = folder / "eval" / "acceptance.json"
     if not path.exists():
         return ""
-    rows = [
-        row
-        for row in read_json(path)["rows"]
-        if row["source"] == "offline" and row["route"] == "all" and row["context"] == "all" and row["draft"] == "greedy"
-    ]
+    acceptance = read_json(path)
+    whole = {"source": "offline", "route": "all", "context": "all", "draft": "greedy"}
+    rows = find_rows(acceptance, drafter=acceptance["checkpoint"]["kind"], **whole)
     if not rows:
         return ""
     row = max(rows, key=lambda row: row["draft_length"])
-    value = row["accept_len"]
-    return f"accept_len {value['value']:.2f} [{value['low']:.2f}, {value['high']:.2f}] at draft length {row['draft_length']}"
+    return f"accept_len {interval_text(row['accept_len'])} at draft length {row['draft_length']}"
 
 
 def show_environment() -> None:
     """Print versions, hardware and folders."""
+    from headstart.eval.speed import cpu_name
     from headstart.heads.model_folder import cache_folder
 
     cores, reason = usable_cores()
@@ -88,14 +87,6 @@ def show_environment() -> None:
     rows["disk free here"] = f"{shutil.disk_usage('.').free / 2**30:.1f} GiB"
     for name, value in rows.items():
         print(f"{name.ljust(14)}  {value}")
-
-
-def cpu_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor() or "unknown"
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown")
 
 
 def memory_bytes() -> int:

@@ -9,7 +9,7 @@ from headstart.launch.check import Checked
 from headstart.launch.commands import run_folder
 from headstart.launch.run import RunFolder
 from headstart.launch.settings import Recipe
-from headstart.trainer.features import features_inputs, token_bytes
+from headstart.trainer.features import features_inputs, gigabytes, token_bytes
 from headstart.trainer.precision import choose_precision
 from headstart.trainer.prompts import prompt_inputs
 from headstart.trainer.traffic import FEATURE_SPLITS, traffic_inputs
@@ -99,10 +99,10 @@ def disk(recipe: Recipe, checked: Checked, run: RunFolder) -> list[Row]:
     while not folder.exists():
         folder = folder.parent
     return [
-        ("features", f"at most {readable(tokens * size)}", f"{size:,} bytes a token, if every reply runs to its limit"),
-        ("free", readable(shutil.disk_usage(folder).free), f"at {folder}"),
+        (
+            "features",
+            f"at most {gigabytes(tokens * size)}",
+            f"{size:,} bytes a token, if every reply runs to its limit",
+        ),
+        ("free", gigabytes(shutil.disk_usage(folder).free), f"at {folder}"),
     ]
-
-
-def readable(number: int) -> str:
-    return f"{number / 1e9:,.1f} GB" if number >= 5e8 else f"{number / 1e6:,.1f} MB"
