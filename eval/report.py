@@ -251,7 +251,10 @@ def speed_part(speed: dict[str, Any] | None) -> str:
     for advice in speed["recommended"]:
         off = f" Leave it off for: {', '.join(advice['routes_off'])}." if advice["routes_off"] else ""
         flags = f" `{advice['flags']}`" if advice["flags"] else ""
-        text.append(f"Recommended at concurrency 1: draft length {advice['draft_length']}.{off}{flags}")
+        text.append(f"Recommended by these times: draft length {advice['draft_length']}.{off}{flags}")
+    text.append(
+        "They are the reference decoder's. An engine has costs of its own: time it there before you rely on it."
+    )
     return "\n\n".join(text)
 
 

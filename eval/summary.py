@@ -209,7 +209,9 @@ def speed_text(speed: dict[str, Any]) -> str:
         text.append("FAILS: plain decoding is slower than transformers.generate, so no speedup above counts")
     for advice in speed["recommended"]:
         off = f", off for {', '.join(advice['routes_off'])}" if advice["routes_off"] else ""
-        text.append(f"recommended: draft length {advice['draft_length']}{off}  {advice['flags']}".rstrip())
+        text.append(
+            f"recommended by these times: draft length {advice['draft_length']}{off}  {advice['flags']}".rstrip()
+        )
     kind = speed["checkpoint"]["kind"]
     mine = [row["speedup"] for row in speed["rows"] if row["drafter"] == kind and row["speedup"]["value"] is not None]
     if mine and not any((x["low"] or 0) > 1 for x in mine):

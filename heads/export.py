@@ -23,7 +23,8 @@ from headstart.heads.served import DTYPES, ServedEagle3, read_eagle3
 from headstart.heads.store import read_json, write_json
 
 ENGINES = ("vllm", "sglang", "llamacpp")
-# Engines guess the method from these substrings of a folder's path; only a folder of that kind may carry them.
+# Where no method is named, vLLM guesses it from these substrings of a path. The card names it, so that a run may be called
+# eagle-2; the exported folder's own name, which is what people copy, must not mislead.
 METHOD_SUBSTRINGS = {"eagle-": "eagle1", "eagle3": "eagle3", "dflash": "dflash", "dspark": "dspark"}
 TOLERANCE = 1e-4  # of the largest logit; both sides compute in float32
 

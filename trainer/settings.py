@@ -42,7 +42,7 @@ class TrafficSettings:
     max_new_tokens: Annotated[int, Bounds(low=2)] = 128
     """Longest reply; one cut here gets no invented stop token."""
     temperature: NonNegative = 0.0
-    """0 is greedy. Serve with what you train on."""
+    """0 is greedy, which losslessness is proved for; above 0 an export needs --untested. Serve with what you train on."""
     top_k: Count = 0
     """Keep the k most likely tokens; 0 keeps all."""
     top_p: PositiveShare = 1.0
