@@ -27,7 +27,8 @@ class Tracker:
         self._attempt(lambda run: run.log(values, step=line["step"]))
 
     def finish(self) -> None:
-        self._attempt(lambda run: run.finish())
+        """Close the run and wait until its record is on the disk, which `Run.finish` alone does not."""
+        self._attempt(_close)
         self.run = None
 
     def _attempt(self, call: Any) -> None:
@@ -38,6 +39,13 @@ class Tracker:
         except Exception as error:  # whatever the client or its service does, training goes on
             print(f"tracking stops ({type(error).__name__}: {error}); metrics.jsonl goes on")
             self.run = None
+
+
+def _close(run: Any) -> None:
+    import wandb
+
+    run.finish()
+    wandb.teardown()
 
 
 def start_tracker(
