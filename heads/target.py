@@ -5,10 +5,12 @@ input of the output head.
 """
 
 from dataclasses import dataclass
+from pathlib import Path as FilePath
 from typing import Any
 
 import numpy as np
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -80,7 +82,7 @@ class Target:
 
     def render(self, prompt: Prompt) -> list[int]:
         """Token ids of a prompt, rendered by the target's own chat template, ready for the reply."""
-        return render(self.facts.name, self.tokenizer, prompt)
+        return render(self.facts, self.tokenizer, prompt)
 
     def new_cache(self, num_rows: int, max_length: int) -> PositionCache:
         """Room for `num_rows` sequences of `max_length` tokens."""
@@ -195,21 +197,36 @@ class Target:
         return States(torch.cat(taps, dim=-1), final_BTH)
 
 
-def render(name: str, tokenizer: Any, prompt: Prompt) -> list[int]:
+def render(facts: TargetFacts, tokenizer: Any, prompt: Prompt) -> list[int]:
     """Token ids of a chat prompt up to where the reply begins; exactly what the chat template gives.
 
     Raises:
-        WrongInput: the tokenizer has no chat template.
+        WrongInput: no chat template, a template that cannot render this prompt, or ids that the target has no row for.
     """
     if not tokenizer.chat_template:
         raise WrongInput(
-            f"{name}: found a tokenizer without chat template, expected one for chat prompts.\n"
+            f"{facts.name}: found a tokenizer without chat template, expected one for chat prompts.\n"
             "Put a chat_template.jinja beside the tokenizer, or choose an instruction-tuned target."
         )
-    rendered = tokenizer.apply_chat_template(
-        list(prompt.messages), tokenize=True, add_generation_prompt=True, return_dict=True, **prompt.template_kwargs
-    )
-    return [int(token) for token in rendered["input_ids"]]
+    which = f"prompt {prompt.prompt_id[:12]} ({str(prompt.messages[-1].get('content', ''))[:60]!r})"
+    try:
+        rendered = tokenizer.apply_chat_template(
+            list(prompt.messages), tokenize=True, add_generation_prompt=True, return_dict=True, **prompt.template_kwargs
+        )
+    except Exception as error:
+        # A template is a program that came with the model: it refuses roles by raising, and fails in any way it likes.
+        raise WrongInput(
+            f"{which}: the chat template of {facts.name} cannot render it: {type(error).__name__}: {error}\n"
+            "Remove such prompts (or their template_kwargs), or choose a target whose template takes them."
+        ) from None
+    token_ids = [int(token) for token in rendered["input_ids"]]
+    if not token_ids or max(token_ids) >= facts.vocab_size:
+        found = f"token id {max(token_ids)}" if token_ids else "no token"
+        raise WrongInput(
+            f"{which}: rendered by {facts.name} found {found}, expected ids below {facts.vocab_size}, the rows of its "
+            "embedding.\nThe chat template or the tokenizer is not this model's: compare the folder with its source."
+        )
+    return token_ids
 
 
 def decoder_layers(body: nn.Module, num_layers: int) -> nn.ModuleList:
@@ -230,15 +247,22 @@ class TargetLoader:
     """
 
     def __init__(self, settings: TargetSettings, taps: list[int] | None = None) -> None:
-        """Raises WrongInput: no such model, a cache that cannot roll back, or taps that do not exist."""
+        """Raises WrongInput: no such model, files that cannot be read, a cache that cannot roll back, or no such taps."""
         from transformers import AutoConfig, AutoTokenizer
 
         self.settings = settings
         self.folder = resolve_model(settings.model)
-        config = AutoConfig.from_pretrained(self.folder)
-        check_supported(settings.model, config)
-        self.tokenizer: Any = AutoTokenizer.from_pretrained(self.folder)
-        self.facts = read_facts(settings.model, self.folder, config, self.tokenizer)
+        try:
+            config = AutoConfig.from_pretrained(self.folder)
+            check_supported(settings.model, config)
+            self.tokenizer: Any = AutoTokenizer.from_pretrained(self.folder)
+            self.facts = read_facts(settings.model, self.folder, config, self.tokenizer)
+        except (OSError, ValueError, KeyError, AttributeError) as error:
+            reason = str(error).strip().partition("\n")[0]
+            raise WrongInput(
+                f"{settings.model} holds no decoder-only language model that transformers reads without remote code: "
+                f"{reason}"
+            ) from None
         self.taps = sorted(set(taps)) if taps else default_taps(self.facts.num_layers)
         check_taps(settings.model, self.taps, self.facts.num_layers)
         self.dtype = str(choose_dtype(settings.dtype)).removeprefix("torch.")
@@ -257,20 +281,41 @@ class TargetLoader:
 
     def render(self, prompt: Prompt) -> list[int]:
         """Token ids of a prompt, without weights."""
-        return render(self.facts.name, self.tokenizer, prompt)
+        return render(self.facts, self.tokenizer, prompt)
 
     def _load(self, dtype: str) -> "Target":
-        from transformers import AutoModelForCausalLM
-
         attention = {} if self.settings.attention == "auto" else {"attn_implementation": self.settings.attention}
-        with no_progress_bars():
-            model: Any = AutoModelForCausalLM.from_pretrained(
-                self.folder, dtype=choose_dtype(dtype), use_safetensors=True, **attention
-            )
+        model = read_model(self.settings.model, self.folder, dtype=choose_dtype(dtype), **attention)
         model.to(choose_device(self.settings.device)).eval().requires_grad_(False)
         target = Target(model, self.tokenizer, self.facts, self.taps, direct=self.settings.attention == "auto")
         check_probe(target)
         return target
+
+
+def read_model(name: str, folder: FilePath, **options: Any) -> Any:
+    """The causal language model in a folder, every weight of it from the folder's files.
+
+    Raises:
+        WrongInput: files that cannot be read, or weights that are missing or misshapen and would stay random.
+    """
+    from transformers import AutoModelForCausalLM
+
+    try:
+        with no_progress_bars():
+            model, loading = AutoModelForCausalLM.from_pretrained(
+                folder, use_safetensors=True, output_loading_info=True, ignore_mismatched_sizes=True, **options
+            )
+    except (OSError, ValueError, SafetensorError) as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise WrongInput(f"target {name}: the weights in {folder} cannot be read: {reason}") from None
+    random = {*loading["missing_keys"], *(key for key, *_ in loading["mismatched_keys"])}
+    if random:
+        shown = ", ".join(sorted(random)[:4]) + (f" and {len(random) - 4} more" if len(random) > 4 else "")
+        raise WrongInput(
+            f"target {name}: {folder} lacks {len(random)} weights, or has them in another shape, and they would stay "
+            f"random: {shown}.\nCopy the model again, or make its config.json and its weights agree."
+        )
+    return model
 
 
 def load_target(settings: TargetSettings, taps: list[int] | None = None, dtype: str | None = None) -> Target:
@@ -291,11 +336,16 @@ def check_probe(target: Target) -> None:
     """Compare a few tokens, fed in two parts through our cache and output head, with the model's own forward.
 
     Raises:
-        WrongInput: the model scales or caps its logits, or positions its cache in another way.
+        WrongInput: logits that are not finite, a model that scales or caps them, or that positions its cache in another way.
     """
     facts = target.facts
     tokens_1T = (torch.arange(11, device=target.device) * 37 % facts.num_tokens)[None]
     expected = target.model(tokens_1T).logits.float()[0, :, : facts.num_tokens]
+    if not bool(expected.isfinite().all()):
+        raise WrongInput(
+            f"target {facts.name}: its own logits are not finite in {target.dtype}.\n"
+            "The weights are damaged, or this precision overflows: copy the model again, or set another target.dtype."
+        )
     cache = target.new_cache(1, 16)
     start_1 = torch.zeros(1, dtype=torch.int64, device=target.device)
     first = target.forward(tokens_1T[:, :6], start_1, cache)

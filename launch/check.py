@@ -8,7 +8,6 @@ from typing import TypeVar
 
 from headstart.heads.errors import WrongInput
 from headstart.heads.paths import Prompt
-from headstart.heads.settings import TargetSettings
 from headstart.heads.target import TargetLoader
 from headstart.heads.target_facts import check_taps
 from headstart.launch.recipe import describe, place_of
@@ -38,7 +37,7 @@ def check_recipe(recipe: Recipe, path: Path, overrides: list[str], render: bool 
         WrongInput: with every problem found, each with its place in the recipe.
     """
     found: Findings = []
-    target = attempt(found, "target.model", lambda: read_target(recipe.target))
+    target = attempt(found, "target.model", lambda: TargetLoader(recipe.target))
     prompts = attempt(found, "prompts", lambda: gather(recipe.prompts, path.parent))
     attempt(found, "target.device", lambda: check_device(recipe.target.device))
     found += gate_problems(recipe)
@@ -49,7 +48,7 @@ def check_recipe(recipe: Recipe, path: Path, overrides: list[str], render: bool 
         target.taps = taps
         found += target_problems(recipe, target)
         if prompts is not None and render and target.tokenizer.chat_template:
-            lengths = {prompt.prompt_id: len(target.render(prompt)) for prompt in prompts.prompts}
+            lengths = attempt(found, "prompts.sources", lambda: prompt_lengths(target, prompts.prompts)) or {}
             found += length_problems(recipe, prompts.prompts, lengths)
     if found or target is None or prompts is None:
         raise WrongInput(describe(path, [Problem(place_of(path, overrides, key), key, text) for key, text in found]))
@@ -64,17 +63,6 @@ def attempt(found: Findings, key: str, read: Callable[[], T]) -> T | None:
         named = re.match(r"(\w+\.\w+): ", str(error))
         found.append((named[1], str(error)[named.end() :]) if named else (key, str(error)))
         return None
-
-
-def read_target(settings: TargetSettings) -> TargetLoader:
-    """The target by its files."""
-    try:
-        return TargetLoader(settings)
-    except (OSError, ValueError, KeyError, AttributeError) as error:
-        reason = str(error).strip().partition("\n")[0]
-        raise WrongInput(
-            f"{settings.model} holds no decoder-only language model that transformers reads without remote code: {reason}"
-        ) from None
 
 
 def check_device(name: str) -> None:
@@ -119,10 +107,15 @@ def gate_problems(recipe: Recipe) -> Findings:
     return [("export.engines", text)]
 
 
+def prompt_lengths(target: TargetLoader, prompts: list[Prompt]) -> dict[str, int]:
+    """Tokens of every rendered prompt by id."""
+    return {prompt.prompt_id: len(target.render(prompt)) for prompt in prompts}
+
+
 def length_problems(recipe: Recipe, prompts: list[Prompt], lengths: dict[str, int]) -> Findings:
     """Prompts over the limit, with the longest one shown."""
     limit = recipe.traffic.max_prompt_tokens
-    over = [prompt for prompt in prompts if lengths[prompt.prompt_id] > limit]
+    over = [prompt for prompt in prompts if lengths.get(prompt.prompt_id, 0) > limit]
     if not over:
         return []
     worst = max(over, key=lambda prompt: lengths[prompt.prompt_id])

@@ -6,7 +6,9 @@ import random
 from collections import Counter
 from pathlib import Path
 
+import pyarrow
 import pytest
+from pyarrow.parquet import write_table as write_parquet
 
 from headstart.heads.errors import WrongInput
 from headstart.heads.paths import Prompt
@@ -128,6 +130,14 @@ def test_the_first_2000_builtin_prompts_hold_every_pattern_and_few_siblings():
         ({"messages": "hello"}, "a column is text and not JSON"),
         ({"prompt": "hello", "template_kwargs": [1]}, "template_kwargs is not an object"),
         ({"prompt": "hello", "route": 7}, "route is not text"),
+        ({"prompt": "hello", "route": " all "}, "route all, which results use for all prompts together"),
+        ({"prompt": "half \ud800"}, "holds half a surrogate pair, which is no Unicode text"),
+        ({"prompt": "hello", "route": "\ud800"}, "holds half a surrogate pair, which is no Unicode text"),
+        ({"messages": [{"role": "\ud800", "content": "a"}]}, "unknown role ?"),
+        (
+            {"prompt": "hello", "template_kwargs": {"truncation": True, "max_length": 3, "enable_thinking": False}},
+            "template_kwargs sets max_length, truncation, which is no variable of a chat template",
+        ),
         ({"text": "hello"}, "no messages and no prompt"),
         ([user("hello")], "not an object"),
     ],
@@ -141,10 +151,10 @@ def test_a_bad_row_is_skipped_with_its_reason_and_the_good_ones_stay(tmp_path, r
 
 def test_lines_that_are_no_json_are_skipped_and_blank_ones_are_nothing(tmp_path):
     path = tmp_path / "rows.jsonl"
-    path.write_bytes(b'\xef\xbb\xbf{"prompt": "one"}\n\n{"prompt": \n"\xff"\n{"prompt": "two"}')
+    path.write_bytes(b'\xef\xbb\xbf{"prompt": "one"}\n\n{"prompt": \n"\xff"\n{"prompt": "two"}\n' + b"[" * 10**5)
     rows = read_source(path, role_names([]), "train")
     assert [prompt_text(prompt) for prompt in rows.prompts] == ["one", "two"]
-    assert [(skip.row, skip.reason) for skip in rows.skips] == [(3, "not JSON"), (4, "not UTF-8")]
+    assert [(skip.row, skip.reason) for skip in rows.skips] == [(3, "not JSON"), (4, "not UTF-8"), (6, "not JSON")]
 
 
 def test_a_conversation_that_ends_with_a_reply_loses_it_and_is_counted(tmp_path):
@@ -269,7 +279,17 @@ def test_wrong_prompts_say_what_was_expected(tmp_path):
     fails("no usable prompt", heldout="empty.jsonl")
     fails("ends in .jsonl", sources=["rows.txt"])
     fails("no `datasets` folder", sources=["folder"])
-    fails("no Parquet file", sources=["bad.parquet"])
+    fails("no whole Parquet file", sources=["bad.parquet"])
+    write_parquet(pyarrow.table({"prompt": [f"{i} {i * i}" for i in range(900)]}), tmp_path / "damaged.parquet")
+    content = bytearray((tmp_path / "damaged.parquet").read_bytes())
+    content[100:2000] = bytes(1900)
+    (tmp_path / "damaged.parquet").write_bytes(content)
+    fails("no whole Parquet file", sources=["damaged.parquet"])
+    (tmp_path / "stored").mkdir()
+    (tmp_path / "stored" / "dataset_info.json").write_text("{")
+    fails("no `datasets` folder that can be loaded", sources=["stored"])
+    (tmp_path / "loop").symlink_to("loop")
+    fails("no file or folder", sources=["./loop"])
 
 
 def test_the_stage_is_reused_while_settings_and_content_stay(tmp_path):

@@ -1,12 +1,18 @@
 """Laws of the frozen target: what it returns does not depend on how the tokens were fed."""
 
+import json
+import shutil
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
+from headstart.heads.errors import WrongInput
 from headstart.heads.paths import Prompt
 from headstart.heads.settings import TargetSettings
-from headstart.heads.target import load_target
+from headstart.heads.target import TargetLoader, load_target, render
 
 CHAT = Prompt("chat", ({"role": "user", "content": "Write a short letter about tea: 17 or 23?"},))
 
@@ -110,3 +116,48 @@ def test_verifying_a_block_repeats_plain_decoding(dtype):
         finals.append(torch.cat([s.final for s in states], dim=1))
     difference = (finals[0] - finals[1]).float().abs().mean()
     assert difference <= (1e-5 if dtype == "float32" else 2e-2) * finals[0].float().std()
+
+
+def damaged(tiny_folder, folder, change=lambda weights: None, **config):
+    """A copy of the tiny target with other weights or config fields, and its settings."""
+    shutil.copytree(tiny_folder, folder)
+    weights = load_file(folder / "model.safetensors")
+    change(weights)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    described = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**described, **config}))
+    return TargetSettings(model=str(folder), dtype="float32", device="cpu")
+
+
+def test_no_weight_of_the_target_is_ever_random(tiny_folder, tmp_path):
+    missing = damaged(
+        tiny_folder, tmp_path / "missing", lambda weights: weights.pop("model.layers.2.mlp.up_proj.weight")
+    )
+    with pytest.raises(WrongInput, match="lacks 1 weights.*layers.2.mlp.up_proj"):
+        load_target(missing)
+    with pytest.raises(WrongInput, match="lacks 2 weights.*lm_head"):
+        load_target(damaged(tiny_folder, tmp_path / "misshapen", vocab_size=600))
+    whole = (tmp_path / "missing" / "model.safetensors").read_bytes()
+    (tmp_path / "missing" / "model.safetensors").write_bytes(whole[:5000])
+    with pytest.raises(WrongInput, match="cannot be read"):
+        load_target(missing)
+    infinite = damaged(tiny_folder, tmp_path / "nan", lambda weights: weights["model.norm.weight"].fill_(torch.nan))
+    with pytest.raises(WrongInput, match="not finite"):
+        load_target(infinite)
+
+
+@pytest.mark.parametrize(
+    "template",
+    ["{{ raise_exception('no system turn') }}", "{% for x in %}", "{# nothing #}"],
+    ids=["raises", "syntax", "empty"],
+)
+def test_a_prompt_that_the_template_cannot_render_is_named(tiny_folder, tmp_path, template):
+    settings = damaged(tiny_folder, tmp_path / "model")
+    (tmp_path / "model" / "chat_template.jinja").write_text(template)
+    with pytest.raises(WrongInput, match=CHAT.prompt_id[:12]):
+        TargetLoader(settings).render(CHAT)
+
+
+def test_prompts_hold_no_ids_without_an_embedding(tiny_target):
+    with pytest.raises(WrongInput, match="below 100, the rows of its embedding"):
+        render(replace(tiny_target.facts, vocab_size=100), tiny_target.tokenizer, CHAT)

@@ -1,6 +1,7 @@
 """Rows of prompt files as prompts: every row is read or skipped with a reason that can be counted and listed."""
 
 import json
+import os
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -16,6 +17,7 @@ ROLES = ("system", "user", "assistant", "tool")
 ROLE_NAMES = {"human": "user", "gpt": "assistant"} | {role: role for role in ROLES}
 
 DEFAULT_ROUTE = "chat"
+ALL_ROUTES = "all"  # the name of the rows over every route
 ENDINGS = (".jsonl", ".json", ".parquet")
 
 
@@ -63,7 +65,7 @@ def role_names(pairs: list[str]) -> dict[str, str]:
 def source_path(name: str, base: Path, setting: str) -> Path:
     """The file or folder a source names; relative ones count from `base`, the folder of the recipe."""
     path = base / Path(name).expanduser()
-    if not path.exists():
+    if not os.path.exists(path):  # unlike Path.exists, also for a link that points at itself
         raise WrongInput(
             f"{setting}: found no file or folder {path}, expected `builtin`, a .jsonl, .json or .parquet file, or a "
             f"`datasets` folder.\nRelative paths count from the recipe's folder, {base}."
@@ -97,7 +99,8 @@ def read_source(path: Path, roles: Mapping[str, str], split: str) -> Rows:
                 raise row
             prompt, changed = read_row(row, roles, split)
         except BadRow as bad:
-            rows.skips.append(Skip(str(path), number, str(bad)))
+            reason = str(bad).encode("utf-8", "replace").decode()  # it may quote half a surrogate pair
+            rows.skips.append(Skip(str(path), number, reason))
             continue
         rows.prompts.append(prompt)
         rows.notes.update(changed)
@@ -126,14 +129,14 @@ def jsonl_rows(path: Path) -> Iterator[tuple[int, Any]]:
                 yield number, json.loads(line.decode("utf-8"))
             except UnicodeDecodeError:
                 yield number, BadRow("not UTF-8")
-            except ValueError:
+            except (ValueError, RecursionError):
                 yield number, BadRow("not JSON")
 
 
 def json_rows(path: Path) -> list[Any]:
     try:
         rows = json.loads(path.read_text(encoding="utf-8-sig"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise WrongInput(
             f"{path}: found no JSON ({error}), expected a list of rows, or use .jsonl for lines."
         ) from None
@@ -150,13 +153,13 @@ def parquet_rows(path: Path) -> Iterator[Any]:
 
     try:
         file = parquet.ParquetFile(path)
-    except pyarrow.ArrowInvalid as error:
+        wanted = [name for name in file.schema_arrow.names if name in ROW_KEYS]
+        for batch in file.iter_batches(batch_size=1024, columns=wanted):
+            yield from batch.to_pylist()
+    except (pyarrow.ArrowException, OSError) as error:
         raise WrongInput(
-            f"{path}: found no Parquet file ({error}).\nWrite it again, or convert it to .jsonl."
+            f"{path}: found no whole Parquet file ({error}).\nWrite it again, or convert it to .jsonl."
         ) from None
-    wanted = [name for name in file.schema_arrow.names if name in ROW_KEYS]
-    for batch in file.iter_batches(batch_size=1024, columns=wanted):
-        yield from batch.to_pylist()
 
 
 def folder_rows(path: Path) -> Iterator[Any]:
@@ -164,7 +167,12 @@ def folder_rows(path: Path) -> Iterator[Any]:
     if (path / "dataset_info.json").exists() or (path / "dataset_dict.json").exists():
         import datasets
 
-        stored = datasets.load_from_disk(str(path))
+        try:
+            stored = datasets.load_from_disk(str(path))
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise WrongInput(
+                f"{path}: found no `datasets` folder that can be loaded ({error}).\nWrite it again with save_to_disk."
+            ) from None
         if isinstance(stored, datasets.DatasetDict):
             if "train" not in stored:
                 raise WrongInput(
@@ -180,6 +188,15 @@ def folder_rows(path: Path) -> Iterator[Any]:
     for file in files:
         yield from (row for _, row in enumerate_rows(file))
 
+
+# What `apply_chat_template` takes besides the template's own variables: a row that set these would be rendered by another
+# template, cut, or not be answered from where a reply begins.
+RENDERING = {
+    *("conversation", "messages", "chat_template", "add_generation_prompt", "continue_final_message", "tokenize"),
+    *("padding", "truncation", "max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask"),
+    "sanitize_control_tokens",
+    *("tokenizer_kwargs", "processor_kwargs"),
+}
 
 ROW_KEYS = ("id", "route", "messages", "conversations", "prompt", "template_kwargs")
 
@@ -201,13 +218,27 @@ def read_row(row: Any, roles: Mapping[str, str], split: str) -> tuple[Prompt, li
     if turns is None:
         raise BadRow("no messages and no prompt")
     messages, changed = read_messages(turns, roles)
-    route = row.get("route") or DEFAULT_ROUTE
-    if not isinstance(route, str):
-        raise BadRow("route is not text")
     kwargs = parsed(row.get("template_kwargs")) or {}
     if not isinstance(kwargs, dict):
         raise BadRow("template_kwargs is not an object")
-    return Prompt(route.strip(), messages, split, kwargs), changed
+    if reserved := sorted(RENDERING & kwargs.keys()):
+        raise BadRow(f"template_kwargs sets {', '.join(reserved)}, which is no variable of a chat template")
+    prompt = Prompt(read_route(row.get("route")), messages, split, kwargs)
+    try:
+        _ = prompt.prompt_id, prompt.route.encode()
+    except UnicodeEncodeError:
+        raise BadRow("holds half a surrogate pair, which is no Unicode text") from None
+    return prompt, changed
+
+
+def read_route(value: Any) -> str:
+    """A route tag on one line."""
+    if value is not None and not isinstance(value, str):
+        raise BadRow("route is not text")
+    route = " ".join((value or "").split()) or DEFAULT_ROUTE
+    if route == ALL_ROUTES:
+        raise BadRow(f"route {ALL_ROUTES}, which results use for all prompts together")
+    return route
 
 
 def parsed(value: Any) -> Any:
@@ -215,7 +246,7 @@ def parsed(value: Any) -> Any:
     if isinstance(value, str):
         try:
             return json.loads(value)
-        except ValueError:
+        except (ValueError, RecursionError):
             raise BadRow("a column is text and not JSON") from None
     return value
 
