@@ -212,7 +212,7 @@ def compare_run(
         record = read_json(folder / RECORD)
         settings = TargetSettings(model=record["target"]["name"], device="cpu")
         target = load_target(settings, record["taps"], "float32")
-        head = load_head(find_checkpoint(run, record["checkpoint"]["sha256"]), target)
+        head = load_head(find_checkpoint(run, record["checkpoint"]["sha256"]), target).eval().pack()
         with rounded(head, DTYPES[record["dtype"]]):
             drafter = HeadDrafter(head)
             live = decode(target, prompts, drafter, draft_length, max_new_tokens, batch=8, whole_blocks=True)

@@ -121,7 +121,7 @@ def evaluate(
     check_paths(paths)
     wanted = set(parts) or {"live", "lossless", "speed"}
     target = load_target("float32")
-    head = load_head(head_folder, target).to(target.device).eval()
+    head = load_head(head_folder, target).to(target.device).eval().pack()
     subject = Subject(target, head, list(paths), settings, seed, tell)
     names = identity_of(head_folder, target, subject.paths, prompts_name)
     greedy = subject.sampling[0] == 0
@@ -317,7 +317,7 @@ def write_speed(
     settings = subject.settings
     dtype = str(target.dtype).removeprefix("torch.")
     paths = balanced(subject.paths, settings.speed_prompts)
-    head = load_head(head_folder, target).to(target.device, target.dtype).eval()
+    head = load_head(head_folder, target).to(target.device, target.dtype).eval().pack()
     subject.tell(f"speed: {len(paths)} prompts at concurrency 1 in {dtype}, {settings.speed_repeats} repeats")
     timings = measure_speed(target, head, paths, settings, subject.tell)
     checks = speed_checks(timings, target, paths)

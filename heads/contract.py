@@ -91,6 +91,10 @@ class Head(nn.Module, ABC):
     def load_target(self, target: Any, initialise: bool) -> None:
         """Attach the target's frozen tensors (embedding) and, for a new head, initialise weights from the target's."""
 
+    def pack(self) -> "Head":
+        """Make ready to draft: weights may be laid out for products of few rows, and must not change afterwards."""
+        return self
+
     def origins(self) -> dict[str, str]:
         """Where each tensor's first value came from, for the table at the start of training; others are random."""
         return {}

@@ -20,7 +20,7 @@ from headstart.heads.batch import Batch, supervised_pairs
 from headstart.heads.contract import Draft, Head, Rollout, Sampler, greedy
 from headstart.heads.errors import WrongInput
 from headstart.heads.facts import TargetFacts, default_taps
-from headstart.heads.layers import GatedMLP, RMSNorm, Rotary, attend_one, attend_paths
+from headstart.heads.layers import GatedMLP, Projection, RMSNorm, Rotary, attend_one, attend_paths
 from headstart.heads.settings import Eagle3Settings
 
 
@@ -30,10 +30,10 @@ class Attention(nn.Module):
     def __init__(self, facts: TargetFacts) -> None:
         super().__init__()
         width = 2 * facts.hidden_size
-        self.q_proj = nn.Linear(width, facts.num_heads * facts.head_dim, bias=False)
-        self.k_proj = nn.Linear(width, facts.num_kv_heads * facts.head_dim, bias=False)
-        self.v_proj = nn.Linear(width, facts.num_kv_heads * facts.head_dim, bias=False)
-        self.o_proj = nn.Linear(facts.num_heads * facts.head_dim, facts.hidden_size, bias=False)
+        self.q_proj = Projection(width, facts.num_heads * facts.head_dim)
+        self.k_proj = Projection(width, facts.num_kv_heads * facts.head_dim)
+        self.v_proj = Projection(width, facts.num_kv_heads * facts.head_dim)
+        self.o_proj = Projection(facts.num_heads * facts.head_dim, facts.hidden_size)
         self.head_dim = facts.head_dim
 
     def query(self, x: Tensor) -> Tensor:
@@ -101,11 +101,11 @@ class Eagle3(Head):
         if wrong:
             raise WrongInput(f"head.taps: {wrong} out of range; {facts.name!r} has taps 0..{facts.num_layers}.")
         width, eps = facts.hidden_size, facts.rms_norm_eps
-        self.fc = nn.Linear(len(self.taps) * width, width, bias=False)
+        self.fc = Projection(len(self.taps) * width, width)
         self.fc_norm = nn.ModuleList(RMSNorm(width, eps) for _ in self.taps) if settings.fc_norm else None
         self.midlayer = Layer(settings, facts)
         self.norm = RMSNorm(width, eps)
-        self.lm_head = nn.Linear(width, len(draft_ids_V), bias=False)
+        self.lm_head = Projection(width, len(draft_ids_V))
         self.rotary = Rotary(facts)
         self.register_buffer("draft_ids_V", draft_ids_V.to(torch.int64), persistent=False)
         # The target's embedding is borrowed: frozen, never saved, found again through `load_target`.
@@ -246,6 +246,12 @@ class Eagle3(Head):
             if self.settings.norm_output:
                 hidden_BH = normed_BH
         return Draft(torch.stack(tokens, dim=1), torch.stack(logits, dim=1))
+
+    def pack(self) -> "Eagle3":
+        for module in self.modules():
+            if isinstance(module, Projection):
+                module.pack()
+        return self
 
     def _read_fresh(self, state: DraftState) -> None:
         """Write the waiting slots (target features) to the caches and compute the state of each row's last one."""

@@ -6,6 +6,7 @@ from torch.nn import functional
 
 from headstart.heads.errors import WrongInput
 from headstart.heads.facts import TargetFacts
+from headstart.heads.packed import FrozenLinear
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
@@ -22,14 +23,34 @@ class RMSNorm(nn.Module):
         return functional.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), self.eps)
 
 
+class Projection(nn.Linear):
+    """A matrix product without bias that can be laid out once for drafting, where rows are few and weights stay.
+
+    A draft step is a handful of products with one row each, and the library would rearrange every weight anew in each.
+    """
+
+    def __init__(self, width: int, out: int) -> None:
+        super().__init__(width, out, bias=False)
+        self.packed: FrozenLinear | None = None
+
+    def pack(self) -> None:
+        """Lay the weight out; from now on it must not change. Training code never calls this."""
+        self.packed = FrozenLinear(self.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.packed is None:
+            return functional.linear(x, self.weight)
+        return self.packed(x)
+
+
 class GatedMLP(nn.Module):
     """down(silu(gate(x)) * up(x))."""
 
     def __init__(self, width: int, inner: int) -> None:
         super().__init__()
-        self.gate_proj = nn.Linear(width, inner, bias=False)
-        self.up_proj = nn.Linear(width, inner, bias=False)
-        self.down_proj = nn.Linear(inner, width, bias=False)
+        self.gate_proj = Projection(width, inner)
+        self.up_proj = Projection(width, inner)
+        self.down_proj = Projection(inner, width)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down_proj(functional.silu(self.gate_proj(x)) * self.up_proj(x))
@@ -147,13 +168,10 @@ def attend_one(query_BHD: Tensor, key_BGLD: Tensor, value_BGLD: Tensor, last_B: 
     Returns:
         [B, H * D] in the query's dtype.
     """
-    num_rows, num_heads, width = query_BHD.shape
-    groups = key_BGLD.shape[1]
-    query_BGRD = query_BHD.reshape(num_rows, groups, num_heads // groups, width) * width**-0.5
-    score_BGRL = query_BGRD @ key_BGLD.transpose(-1, -2)
-    score_BGRL = score_BGRL.to(torch.promote_types(score_BGRL.dtype, torch.float32))
+    visible_B11L = None
     if last_B is not None:
-        hidden_BL = torch.arange(key_BGLD.shape[2], device=last_B.device) > last_B[:, None]
-        score_BGRL = score_BGRL.masked_fill(hidden_BL[:, None, None, :], float("-inf"))
-    weight_BGRL = score_BGRL.softmax(-1).to(value_BGLD.dtype)
-    return (weight_BGRL @ value_BGLD).reshape(num_rows, num_heads * width)
+        visible_B11L = (torch.arange(key_BGLD.shape[2], device=last_B.device) <= last_B[:, None])[:, None, None, :]
+    out_BH1D = functional.scaled_dot_product_attention(
+        query_BHD[:, :, None], key_BGLD, value_BGLD, visible_B11L, enable_gqa=True
+    )
+    return out_BH1D.flatten(1)

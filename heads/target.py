@@ -25,13 +25,6 @@ from headstart.heads.paths import Prompt
 from headstart.heads.settings import TargetSettings
 from headstart.heads.target_facts import check_supported, check_taps, read_facts
 
-LAST_LAYER_NAMES = (
-    *(f"self_attn.{part}_proj.weight" for part in "qkvo"),
-    *(f"mlp.{part}_proj.weight" for part in ("gate", "up", "down")),
-    "input_layernorm.weight",
-    "post_attention_layernorm.weight",
-)
-
 
 @dataclass
 class States:
@@ -156,19 +149,8 @@ class Target:
         return None
 
     def last_layer(self) -> dict[str, Tensor]:
-        """Tensors of the last decoder layer, by their Llama names inside the layer (`self_attn.q_proj.weight`, ..).
-
-        Raises:
-            WrongInput: the layer's parts are named and shaped otherwise.
-        """
-        tensors = {name: p.detach() for name, p in self._layers[-1].named_parameters()}
-        missing = [name for name in LAST_LAYER_NAMES if name not in tensors]
-        if missing:
-            raise WrongInput(
-                f"target {self.facts.name}: found no {missing[0]} in {type(self._layers[-1]).__name__}, expected the "
-                "parts of a Llama layer to start the head from.\nRun again with head.init_from_target=false."
-            )
-        return tensors
+        """Tensors of the last decoder layer, by their names inside the layer (`self_attn.q_proj.weight`, ..)."""
+        return {name: p.detach() for name, p in self._layers[-1].named_parameters()}
 
     @torch.inference_mode()
     def read(self, token_ids: list[np.ndarray], batch_tokens: int = 2048) -> list[States]:

@@ -195,6 +195,17 @@ def test_a_batch_without_a_reply_has_no_pairs_and_a_gradient_path():
     rollout.state_SDH.sum().backward()
 
 
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
+def test_packing_for_drafting_changes_no_logits(dtype, tolerance):
+    head = make_head({}, dtype)
+    rows = make_rows(head, [(5, 9), (2, 20)], dtype)
+    with torch.no_grad():
+        expected = rollout_logits(head, rows, DEPTH)
+        packed = rollout_logits(head.pack(), rows, DEPTH)
+    for pair, logits in expected.items():
+        assert_close(packed[pair].float(), logits.float(), tolerance)
+
+
 def test_saved_head_is_the_same_head(tmp_path):
     head = make_head({"fc_norm": True}, torch.float32)
     save_head(tmp_path, head, step=3)
