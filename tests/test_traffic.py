@@ -134,7 +134,11 @@ def test_the_stage_records_every_split_and_is_reused(tmp_path):
         assert (path.route, path.split) == (prompt.route, prompt.split)
         assert path.token_N[: path.num_prompt_tokens].tolist() == loader.render(prompt)
         assert np.isnan(path.logprob_N).tolist() == (~path.generated_N).tolist()
-        assert (prompt.prompt_id in reader) == (prompt.split != "heldout")
+        if prompt.split == "heldout":
+            with pytest.raises(WrongInput, match="no features"):
+                reader.get(prompt.prompt_id)
+        else:
+            assert len(reader.get(prompt.prompt_id)[1]) == len(path.token_N) - 1
     taps, final = reader.get(prompts[0].prompt_id)
     assert taps.shape == (len(paths[prompts[0].prompt_id].token_N) - 1, 3 * 64)
     assert taps.dtype == final.dtype == torch.bfloat16

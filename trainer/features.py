@@ -85,6 +85,7 @@ def write_shard(features: Stage, chunk: "Chunk", states: list[States], taps: lis
     name = shard_name(chunk.number)
     with atomic_path(features.folder / name) as temporary:
         save_file(shard_tensors(states), temporary, metadata=write_metadata(prompt_ids, taps, features.key))
+        temporary.chmod(0o644)  # safetensors writes files that only their owner can read
     features.record(name, len(prompt_ids))
 
 

@@ -11,13 +11,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from headstart.heads.cache import LENGTH_STEP, PositionCache
+from headstart.heads.cache import PositionCache
 from headstart.heads.features import to_stored
 from headstart.heads.sampling import Sampling, request_uniforms, sample
 from headstart.heads.target import States, Target
 
-# Prompt tokens (padding included) of one prefill pass.
+# Prompt tokens (padding included) of one prefill pass, and what prompt lengths are rounded up to.
 PREFILL_TOKENS = 4096
+PREFILL_STEP = 16
 
 
 @dataclass(frozen=True)
@@ -201,4 +202,4 @@ class Generator:
 
 def round_up(length: int) -> int:
     """Few widths, so that the CPU library meets few matrix shapes."""
-    return -(-length // LENGTH_STEP) * LENGTH_STEP
+    return -(-length // PREFILL_STEP) * PREFILL_STEP
