@@ -20,9 +20,9 @@ from headstart.heads.sampling import Sampling
 from headstart.heads.settings import TargetSettings
 from headstart.heads.store import Stage, open_stage, read_json
 from headstart.heads.target import TargetLoader, load_target
-from headstart.trainer.generation import Generator, Request
+from headstart.trainer.generation import Generator, Request, common_prefix
 from headstart.trainer.settings import TrafficSettings
-from headstart.trainer.traffic import make_traffic
+from headstart.trainer.traffic import make_traffic, plan_chunks
 
 TINY = TargetSettings(model="tiny", dtype="float32", device="cpu")
 SETTINGS = TrafficSettings(max_new_tokens=12, max_prompt_tokens=200, slots=4, chunk=8)
@@ -77,6 +77,30 @@ def test_greedy_replies_are_those_of_transformers_generate(tiny_target):
             tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=20, do_sample=False, bad_words_ids=banned
         )
         assert reply.token_ids == expected[0, len(request.token_ids) :].tolist()
+
+
+def test_a_prefix_read_once_changes_neither_replies_nor_states(tiny_target):
+    requests = requests_of(tiny_target, 9)
+    prefix = common_prefix(requests)
+    assert len(prefix) > 3
+    kept = []
+    for shared in ([], prefix):
+        generator = Generator(tiny_target, Sampling(), 12, 3, 128, prefix=shared)
+        kept.append([generator.generate(requests, keep_states=True) for _ in range(2)][1])
+    for without, with_ in zip(*kept, strict=True):
+        assert without.token_ids == with_.token_ids
+        torch.testing.assert_close(without.states.taps, with_.states.taps, atol=0, rtol=2**-7)
+
+
+def test_chunks_are_even_and_cover_every_prompt_once():
+    for number in (0, 1, 5, 16, 33, 64, 200):
+        chunks = plan_chunks(some_prompts(number, ("train", "validation")), SETTINGS, ("train",))
+        assert [chunk.number for chunk in chunks] == list(range(len(chunks)))
+        assert sum(len(chunk.prompts) for chunk in chunks) == number
+        for split in ("train", "validation"):
+            sizes = [len(chunk.prompts) for chunk in chunks if chunk.split == split]
+            assert not sizes or (0 < max(sizes) <= SETTINGS.chunk and max(sizes) - min(sizes) <= 1)
+            assert sum(sizes) < 2 * SETTINGS.slots or len(sizes) % 2 == 0
 
 
 def test_a_stopped_reply_ends_in_its_stop_token_and_a_cut_one_does_not(tiny_target):
@@ -181,7 +205,7 @@ import torch
 torch.set_num_threads(1)
 from headstart.heads.store import open_stage
 from headstart.heads.target import TargetLoader
-from headstart.trainer.traffic import make_traffic
+from headstart.trainer.traffic import make_traffic, plan_chunks
 from tests.test_traffic import SETTINGS, TINY, prompts_stage, some_prompts
 root = Path(sys.argv[1])
 make_traffic(TargetLoader(TINY), prompts_stage(root, some_prompts(40, ("train", "train", "validation"))), SETTINGS, root)

@@ -27,7 +27,7 @@ from headstart.trainer.features import (
     remove_leftovers,
     write_shard,
 )
-from headstart.trainer.generation import Generator, Reply, Request
+from headstart.trainer.generation import Generator, Reply, Request, common_prefix
 from headstart.trainer.progress import Progress
 from headstart.trainer.prompts import read_prompts
 from headstart.trainer.settings import TrafficSettings
@@ -84,14 +84,13 @@ def make_traffic(
     missing = [chunk for chunk in todo if needs_features(features, chunk)]
     check_disk(features, missing, requests, settings.max_new_tokens, load_target)
     progress = Progress("traffic", sum(len(chunk.prompts) for chunk in todo))
-    longest = max(len(request.token_ids) for request in requests.values())
     for dtype, group in groupby(
         todo, lambda chunk: load_target.dtype if chunk.split == "train" else settings.eval_dtype
     ):
         target, own = load_target(dtype), list(group)
 
         def make_worker(target: Target = target) -> Callable[[Chunk], Answers]:
-            return Answerer(target, traffic, requests, settings, longest, seed, progress)
+            return Answerer(target, traffic, requests, settings, seed, progress)
 
         jobs = in_order(own, make_worker, num_workers(target, len(own)), progress.stop)
         with closing(jobs) as answers:
@@ -115,12 +114,12 @@ class Answerer:
         traffic: Stage,
         requests: dict[str, Request],
         settings: TrafficSettings,
-        longest: int,
         seed: int,
         progress: Progress,
     ) -> None:
-        """`longest` prompt of the whole stage, so that chunks do not depend on which of them are left to do."""
+        """`requests` are those of the whole stage, so that no chunk depends on which others are left to do."""
         self.target, self.traffic, self.requests, self.progress = target, traffic, requests, progress
+        longest = max(len(request.token_ids) for request in requests.values())
         self._make = lambda: Generator(
             target,
             sampling_of(settings),
@@ -128,6 +127,7 @@ class Answerer:
             settings.slots,
             longest + settings.max_new_tokens,
             seed,
+            common_prefix(list(requests.values())),
         )
         self._generator: Generator | None = None
 
@@ -157,16 +157,18 @@ def traffic_inputs(load_target: TargetLoader, prompts: Stage, settings: TrafficS
 def plan_chunks(prompts: list[Prompt], settings: TrafficSettings, feature_splits: Sequence[str]) -> list[Chunk]:
     """Fixed chunks of at most `settings.chunk` prompts of one split, in stored order and of even size.
 
-    A split that fills its slots twice makes two chunks at least, so that two workers share it.
+    Splits that are large enough make an even number of them, and large ones a multiple of four: workers share them
+    without one working on alone.
     """
     chunks: list[Chunk] = []
     for split in SPLITS:
         own = [prompt for prompt in prompts if prompt.split == split]
-        number = max(-(-len(own) // settings.chunk), 2 if len(own) >= 2 * settings.slots else 1)
-        bounds = [round(len(own) * i / number) for i in range(number + 1)]
+        waves = len(own) // settings.slots
+        multiple = 4 if waves >= 16 else 2 if waves >= 2 else 1
+        number = -(-len(own) // (settings.chunk * multiple)) * multiple
+        bounds = [round(len(own) * i / max(number, 1)) for i in range(number + 1)]
         for begin, end in pairwise(bounds):
-            if begin < end:
-                chunks.append(Chunk(len(chunks), split, own[begin:end], split in feature_splits))
+            chunks.append(Chunk(len(chunks), split, own[begin:end], split in feature_splits))
     return chunks
 
 
