@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -274,8 +275,12 @@ def read_curve(path: Path) -> list[dict[str, Any]]:
     """The lines of metrics.jsonl on which acceptance was measured."""
     if not path.exists():
         return []
-    lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
-    return [line for line in lines if line.get("accept_len") is not None]
+    curve = []
+    for text in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        with suppress(json.JSONDecodeError):  # a line that a killed training left half written
+            line = json.loads(text)
+            curve += [line] if line.get("accept_len") is not None else []
+    return curve
 
 
 def plot_acceptance(acceptance: dict[str, Any], path: Path) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from headstart.heads.contract import Head
@@ -70,7 +71,7 @@ def load_head(folder: Path, target: Any, check_fingerprint: bool = True) -> Head
             f"{folder}: trained for target {facts.name!r}, but {target.facts.name!r} differs in {', '.join(differing)}. "
             "A head accepts well only on the target it was trained for: load that one, or train again."
         )
-    tensors = load_file(folder / WEIGHTS)
+    tensors = read_tensors(folder / WEIGHTS)
     draft_ids_V = tensors.pop("draft_ids", torch.empty(0, dtype=torch.int64))
     if hash_ids(draft_ids_V.numpy()) != description["draft_ids_sha256"]:
         raise WrongInput(f"{folder}: the vocabulary map in {WEIGHTS} is not the one {DESCRIPTION} names.")
@@ -85,6 +86,21 @@ def load_head(folder: Path, target: Any, check_fingerprint: bool = True) -> Head
             parameter.copy_(tensors[name])
     head.load_target(target, initialise=False)
     return head
+
+
+def read_tensors(file: Path) -> dict[str, torch.Tensor]:
+    """All tensors of a safetensors file.
+
+    Raises:
+        WrongInput: it is missing or damaged.
+    """
+    try:
+        return load_file(file)
+    except (OSError, SafetensorError) as error:
+        raise WrongInput(
+            f"{file}: found no whole safetensors file ({error}).\nThe checkpoint is damaged: use another one of the run "
+            "(checkpoints/last and checkpoints/best name them), or train again."
+        ) from None
 
 
 def head_hash(folder: Path) -> str:

@@ -9,6 +9,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from headstart.heads.errors import WrongInput
+from headstart.heads.store import finished_stage
 
 # safetensors orders metadata keys by hash, so everything goes into one key and files stay bit-equal.
 METADATA = "headstart"
@@ -22,8 +23,8 @@ class FeatureReader:
         self._taps: list[Tensor] = []
         self._final: list[Tensor] = []
         self._place: dict[str, tuple[int, int, int]] = {}
-        for shard, path in enumerate(sorted(folder.glob("shard-*.safetensors"))):
-            with safe_open(path, framework="pt") as file:
+        for shard, name in enumerate(sorted(finished_stage(folder).outputs)):
+            with safe_open(folder / name, framework="pt") as file:
                 metadata = read_metadata(file.metadata())
                 self._taps.append(file.get_tensor("taps"))
                 self._final.append(file.get_tensor("final"))

@@ -13,6 +13,8 @@ from typing import Any
 
 import numpy as np
 
+from headstart.heads.store import finished_stage
+
 SPLITS = ("train", "validation", "heldout")
 
 
@@ -59,9 +61,13 @@ class Path:
 
 
 def read_paths(folder: FilePath, split: str | None = None) -> Iterator[Path]:
-    """Yield the paths of a traffic stage folder in stored order, optionally of one split only."""
-    for file in sorted(folder.glob("part-*.parquet")):
-        for path in read_part(file):
+    """Yield the paths of a finished traffic stage in stored order, optionally of one split only.
+
+    Raises:
+        WrongInput: the stage is not finished, or its files are not those that were written.
+    """
+    for name in sorted(finished_stage(folder).outputs):
+        for path in read_part(folder / name):
             if split is None or path.split == split:
                 yield path
 

@@ -7,6 +7,7 @@ and features. A stage with a complete manifest of the same key is reused; a runn
 import hashlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -39,6 +40,30 @@ def atomic_path(path: Path) -> Iterator[Path]:
         temporary.unlink(missing_ok=True)
 
 
+def remove_leftovers(folder: Path) -> None:
+    """Delete what processes that are gone left half written in `folder` (their id is in the name, see `atomic_path`)."""
+    for path in folder.glob(".*.tmp"):
+        writer = path.name.split(".")[-2]
+        if writer.isdigit() and not _alive(int(writer)):
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                path.unlink(missing_ok=True)
+
+
+def _alive(process: int) -> bool:
+    """Whether another process of that id runs; in a container the one before us often had our own."""
+    if process == os.getpid():
+        return False
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except (PermissionError, OverflowError):
+        return True
+    return True
+
+
 def write_json(path: Path, value: Any) -> None:
     """Write JSON whole or not at all."""
     with atomic_path(path) as temporary:
@@ -46,7 +71,17 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def read_json(path: Path) -> Any:
-    return json.loads(path.read_text(encoding="utf-8"))
+    """The value in a JSON file.
+
+    Raises:
+        WrongInput: the file is damaged.
+    """
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise WrongInput(
+            f"{path}: found no JSON ({error}); the file is damaged.\nRestore it, or move it away and run again."
+        ) from None
 
 
 def hash_json(value: Any) -> str:
@@ -109,6 +144,20 @@ class Stage:
         self.outputs[name] = {"sha256": hash_file(path), "bytes": path.stat().st_size, "rows": rows}
         self._write()
 
+    def damaged(self) -> list[str]:
+        """Recorded files that are not there as they were written."""
+        return [name for name, output in self.outputs.items() if not is_whole(self.folder / name, output)]
+
+    def forget_damaged(self) -> None:
+        """Let a finished stage be made again where its files are not what was written."""
+        damaged = self.damaged() if self.complete else []
+        if damaged:
+            print(f"{self.folder}: {', '.join(damaged)} missing or damaged, made again")
+            for name in damaged:
+                del self.outputs[name]
+            self.manifest["state"] = "running"
+            self._write()
+
     def finish(self) -> None:
         self.manifest["state"] = "complete"
         self.manifest["made_by"]["finished"] = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
@@ -116,6 +165,29 @@ class Stage:
 
     def _write(self) -> None:
         write_json(self.folder / MANIFEST, self.manifest)
+
+
+def is_whole(path: Path, output: dict[str, Any]) -> bool:
+    """Whether a file is what the manifest recorded."""
+    return path.is_file() and path.stat().st_size == output["bytes"] and hash_file(path) == output["sha256"]
+
+
+def finished_stage(folder: Path) -> Stage:
+    """A complete stage folder for reading, every file as it was written.
+
+    Raises:
+        WrongInput: no finished stage, or files that are missing or damaged.
+    """
+    manifest = read_json(folder / MANIFEST) if (folder / MANIFEST).is_file() else {"state": "missing", "outputs": {}}
+    stage = Stage(folder, manifest)
+    damaged = stage.damaged() if stage.complete else []
+    if not stage.complete or damaged:
+        found = f"{', '.join(damaged)} missing or damaged" if damaged else f"a stage that is {manifest['state']}"
+        raise WrongInput(
+            f"{folder}: found {found}, expected a finished stage.\n"
+            "Run its recipe again, which makes what is missing: headstart train RECIPE"
+        )
+    return stage
 
 
 def stage_inputs(

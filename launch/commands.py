@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from headstart.heads.errors import WrongInput
+from headstart.heads.store import remove_leftovers
 from headstart.launch.processes import find_processes
 from headstart.launch.recipe import dump_recipe, find_recipe, load_recipe
 from headstart.launch.run import RunFolder, find_run, locked
@@ -105,6 +106,8 @@ def ready_process(recipe: Recipe) -> str:
 def opened(run: RunFolder) -> Iterator[None]:
     """Hold a run folder as its only writer, with the command and the console recorded in it."""
     with locked(run.folder):
+        for folder in (run.folder, run.checkpoints, run.eval, run.export):
+            remove_leftovers(folder)
         run.write_command()
         with run.recorded():
             yield

@@ -17,6 +17,7 @@ from headstart.heads.export import ENGINES, export_dtype, refuse_unservable, wri
 from headstart.heads.served import read_eagle3
 from headstart.heads.store import MANIFEST, hash_file, read_json, versions, write_json
 from headstart.heads.target import Target
+from headstart.trainer.checkpoint import pointed
 
 STAGES = ("prompts", "traffic", "features")
 TAP_CONVENTION = "tap L is the residual stream after L decoder layers (0: the embedding; before the final norm)"
@@ -92,8 +93,8 @@ def export_head(
 def checkpoint_folder(run: Path, name: str) -> Path:
     """Folder of a checkpoint; `best` and `last` are text files that hold a folder's name."""
     pointer = run / "checkpoints" / name
-    folder = pointer.with_name(pointer.read_text(encoding="utf-8").strip()) if pointer.is_file() else pointer
-    if not (folder / DESCRIPTION).exists():
+    folder = pointed(pointer.parent, name) if pointer.is_file() else pointer
+    if folder is None or not (folder / DESCRIPTION).exists():
         found = sorted(path.name for path in pointer.parent.glob("*")) if pointer.parent.is_dir() else []
         raise WrongInput(f"{run}: found no checkpoint {name!r} (there: {found}). Train first: headstart train RECIPE")
     return folder

@@ -9,6 +9,7 @@ from headstart.launch.check import Checked
 from headstart.launch.commands import run_folder
 from headstart.launch.run import RunFolder
 from headstart.launch.settings import Recipe
+from headstart.trainer.checkpoint import pointed
 from headstart.trainer.features import features_inputs, gigabytes, token_bytes
 from headstart.trainer.precision import choose_precision
 from headstart.trainer.prompts import prompt_inputs
@@ -68,8 +69,8 @@ def stages(recipe: Recipe, path: Path, checked: Checked, run: RunFolder) -> list
         stage_row(run.root, name, stage)
         for name, stage in (("prompts", prompts), ("traffic", traffic), ("features", features))
     ]
-    last = run.checkpoints / "last"
-    step = int(last.read_text().strip().removeprefix("step-")) if last.exists() else 0
+    last = pointed(run.checkpoints, "last")
+    step = int(last.name.removeprefix("step-")) if last else 0
     state = "runs" if not step else f"continues from step {step:,}" if step < recipe.train.num_steps else "done"
     rows.append(("train", "", f"{state} ({recipe.train.num_steps:,} steps)"))
     rows += [("eval", "", "runs"), ("export", "", f"runs for {', '.join(recipe.export.engines) or 'no engine'}")]

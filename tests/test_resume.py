@@ -163,6 +163,23 @@ def test_last_best_and_the_newest_are_kept(tmp_path):
     assert set(kept) <= {"step-000020", "step-000024", best.name, last.name}
 
 
+@pytest.mark.parametrize("name", ["head.safetensors", "trainer/optimizer.safetensors", "trainer/state.json"])
+def test_a_damaged_checkpoint_is_named_and_nothing_is_trained(tmp_path, name):
+    stop = replace(SETTINGS, num_steps=5)
+    run(tmp_path, stop)
+    file = pointed(tmp_path / "checkpoints", "last") / name
+    whole = file.read_bytes()
+    for damage in (lambda: file.write_bytes(whole[: len(whole) // 2]), file.unlink):
+        damage()
+        with pytest.raises(WrongInput, match=name):
+            run(tmp_path, stop)
+    file.write_bytes(whole)
+    for text in ("", "..", "step-999999", "\xff\n"):
+        (tmp_path / "checkpoints" / "last").write_text(text)
+        with pytest.raises(WrongInput, match="which is not there"):
+            run(tmp_path, stop)
+
+
 def test_rehearsal_leaves_no_trace(tmp_path):
     job = open_job()
     before = {name: p.clone() for name, p in job.head.trained_tensors().items()}

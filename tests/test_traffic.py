@@ -20,9 +20,9 @@ from headstart.heads.sampling import Sampling
 from headstart.heads.settings import TargetSettings
 from headstart.heads.store import Stage, open_stage, read_json
 from headstart.heads.target import TargetLoader, load_target
-from headstart.trainer.generation import Generator, Request, common_prefix
+from headstart.trainer.generation import Generator, Request
 from headstart.trainer.settings import TrafficSettings
-from headstart.trainer.traffic import make_traffic, plan_chunks
+from headstart.trainer.traffic import make_traffic
 
 TINY = TargetSettings(model="tiny", dtype="float32", device="cpu")
 SETTINGS = TrafficSettings(max_new_tokens=12, max_prompt_tokens=200, slots=4, chunk=8)
@@ -77,30 +77,6 @@ def test_greedy_replies_are_those_of_transformers_generate(tiny_target):
             tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=20, do_sample=False, bad_words_ids=banned
         )
         assert reply.token_ids == expected[0, len(request.token_ids) :].tolist()
-
-
-def test_a_prefix_read_once_changes_neither_replies_nor_states(tiny_target):
-    requests = requests_of(tiny_target, 9)
-    prefix = common_prefix(requests)
-    assert len(prefix) > 3
-    kept = []
-    for shared in ([], prefix):
-        generator = Generator(tiny_target, Sampling(), 12, 3, 128, prefix=shared)
-        kept.append([generator.generate(requests, keep_states=True) for _ in range(2)][1])
-    for without, with_ in zip(*kept, strict=True):
-        assert without.token_ids == with_.token_ids
-        torch.testing.assert_close(without.states.taps, with_.states.taps, atol=0, rtol=2**-7)
-
-
-def test_chunks_are_even_and_cover_every_prompt_once():
-    for number in (0, 1, 5, 16, 33, 64, 200):
-        chunks = plan_chunks(some_prompts(number, ("train", "validation")), SETTINGS, ("train",))
-        assert [chunk.number for chunk in chunks] == list(range(len(chunks)))
-        assert sum(len(chunk.prompts) for chunk in chunks) == number
-        for split in ("train", "validation"):
-            sizes = [len(chunk.prompts) for chunk in chunks if chunk.split == split]
-            assert not sizes or (0 < max(sizes) <= SETTINGS.chunk and max(sizes) - min(sizes) <= 1)
-            assert sum(sizes) < 2 * SETTINGS.slots or len(sizes) % 2 == 0
 
 
 def test_a_stopped_reply_ends_in_its_stop_token_and_a_cut_one_does_not(tiny_target):
@@ -205,7 +181,7 @@ import torch
 torch.set_num_threads(1)
 from headstart.heads.store import open_stage
 from headstart.heads.target import TargetLoader
-from headstart.trainer.traffic import make_traffic, plan_chunks
+from headstart.trainer.traffic import make_traffic
 from tests.test_traffic import SETTINGS, TINY, prompts_stage, some_prompts
 root = Path(sys.argv[1])
 make_traffic(TargetLoader(TINY), prompts_stage(root, some_prompts(40, ("train", "train", "validation"))), SETTINGS, root)
@@ -236,6 +212,33 @@ def test_a_run_killed_at_any_moment_ends_as_an_unbroken_one(tmp_path):
         assert {f.name for f in again.folder.iterdir()} == {f.name for f in unbroken.folder.iterdir()}
         for name in hashes(again):
             assert (again.folder / name).read_bytes() == (unbroken.folder / name).read_bytes()
+
+
+def test_damaged_files_of_a_finished_stage_are_refused_and_made_again(tmp_path):
+    prompts = some_prompts(20, ("train", "validation"))
+    stage = prompts_stage(tmp_path, prompts)
+    traffic, features = make_traffic(TargetLoader(TINY), stage, SETTINGS, tmp_path)
+    before = hashes(traffic), hashes(features)
+    part, shard = traffic.folder / "part-00001.parquet", features.folder / "shard-00000.safetensors"
+    copy = traffic.folder / "part-00001 (copy).parquet"  # not recorded, so nobody reads it
+    copy.write_bytes(part.read_bytes())
+    assert len(list(read_paths(traffic.folder))) == len(prompts)
+    part.unlink()
+    content = bytearray(shard.read_bytes())
+    content[-40] ^= 1  # of the same size
+    shard.write_bytes(content)
+    with pytest.raises(WrongInput, match="part-00001.parquet missing or damaged"):
+        list(read_paths(traffic.folder))
+    with pytest.raises(WrongInput, match="shard-00000.safetensors missing or damaged"):
+        FeatureReader(features.folder)
+    again = make_traffic(TargetLoader(TINY), stage, SETTINGS, tmp_path)
+    assert tuple(map(hashes, again)) == before
+    assert {path.prompt_id for path in read_paths(traffic.folder)} == {prompt.prompt_id for prompt in prompts}
+    (traffic.folder / "manifest.json").write_text('{"schema": "head')
+    with pytest.raises(WrongInput, match=r"manifest.json: found no JSON(.|\n)*move it away and run again"):
+        make_traffic(TargetLoader(TINY), stage, SETTINGS, tmp_path)
+    (traffic.folder / "manifest.json").unlink()
+    assert tuple(map(hashes, make_traffic(TargetLoader(TINY), stage, SETTINGS, tmp_path))) == before
 
 
 def test_long_prompts_are_refused_by_id_before_anything_runs(tmp_path):

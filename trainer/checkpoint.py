@@ -7,16 +7,17 @@ checkpoints/last, checkpoints/best                          text files with a fo
 """
 
 import os
+import re
 import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 
-from headstart.heads.checkpoint import WEIGHTS, save_head
+from headstart.heads.checkpoint import WEIGHTS, read_tensors, save_head
 from headstart.heads.contract import Head
 from headstart.heads.errors import WrongInput
 from headstart.heads.store import atomic_path, read_json, write_json
@@ -49,6 +50,9 @@ class Progress:
             return False
         self.best_step, self.best_accept_len = self.step, accept_len
         return True
+
+
+CHECKPOINT_NAME = re.compile(r"step-\d+")
 
 
 def checkpoint_name(step: int) -> str:
@@ -96,6 +100,11 @@ def load_checkpoint(
     Raises:
         WrongInput: the checkpoint's identity differs (the fields are named), or its tensors are not the head's.
     """
+    if not (checkpoint / "trainer" / "state.json").is_file():
+        raise WrongInput(
+            f"{checkpoint}: found no trainer/state.json, without which training cannot continue.\n"
+            f"Write the name of another checkpoint into {checkpoint.parent / 'last'}, or train anew with --fresh."
+        )
     state = read_json(checkpoint / "trainer" / "state.json")
     differing = differing_fields(state["identity"], identity)
     if state["schema"] != STATE_SCHEMA or differing:
@@ -104,7 +113,7 @@ def load_checkpoint(
             f"{checkpoint}: this checkpoint cannot be continued exactly:\n{listed or state['schema']}\n"
             "Set the old values, or start another run with run.name=NEW."
         )
-    saved = load_file(checkpoint / WEIGHTS)
+    saved = read_tensors(checkpoint / WEIGHTS)
     draft_ids_V = saved.pop("draft_ids", torch.empty(0, dtype=torch.int64))
     trained = head.trained_tensors()
     if saved.keys() != trained.keys() or not torch.equal(draft_ids_V, head.draft_ids_V.cpu()):
@@ -112,7 +121,7 @@ def load_checkpoint(
     with torch.no_grad():
         for name, parameter in trained.items():
             parameter.copy_(saved[name])
-    tensors = load_file(checkpoint / "trainer" / "optimizer.safetensors")
+    tensors = read_tensors(checkpoint / "trainer" / "optimizer.safetensors")
     torch.set_rng_state(tensors.pop(RANDOM_STATE))
     load_optimizer(head, optimizer, tensors)
     return Progress(**{name: state[name] for name in vars(Progress())})
@@ -189,10 +198,9 @@ def point(folder: Path, name: str, checkpoint: Path) -> None:
 def pointed(folder: Path, name: str) -> Path | None:
     """The checkpoint that `last` or `best` names."""
     path = folder / name
-    if not path.exists():
-        return None
-    checkpoint = folder / path.read_text(encoding="utf-8").strip()
-    return checkpoint if checkpoint.is_dir() else None
+    named = path.read_text(encoding="utf-8", errors="replace").strip() if path.is_file() else ""
+    checkpoint = folder / named
+    return checkpoint if CHECKPOINT_NAME.fullmatch(named) and checkpoint.is_dir() else None
 
 
 def prune(folder: Path, keep: int) -> None:

@@ -1,9 +1,7 @@
 """The features stage: taps and final states of every path, in packed bf16 shards, one for each chunk of traffic."""
 
-import os
 import shutil
 from collections.abc import Mapping, Sequence
-from pathlib import Path as FilePath
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -103,24 +101,6 @@ def finish(stage: Stage) -> None:
     """Mark a stage complete, once."""
     if not stage.complete:
         stage.finish()
-
-
-def remove_leftovers(folder: FilePath) -> None:
-    """Delete half-written files of processes that are gone (their id is in the name)."""
-    for file in folder.glob(".*.tmp"):
-        writer = file.name.split(".")[-2]
-        if writer.isdigit() and not _alive(int(writer)):
-            file.unlink(missing_ok=True)
-
-
-def _alive(process: int) -> bool:
-    try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
 
 
 def gigabytes(size: int) -> str:

@@ -225,8 +225,9 @@ def resume(job: Job, checkpoints: Path) -> Progress | None:
     sweep(checkpoints)
     last = pointed(checkpoints, "last")
     if last is None and (checkpoints / "last").exists():
+        named = (checkpoints / "last").read_text(encoding="utf-8", errors="replace").strip()
         raise WrongInput(
-            f"{checkpoints / 'last'} names {(checkpoints / 'last').read_text().strip()!r}, which is not there. "
+            f"{checkpoints / 'last'} names {named!r}, which is not there. "
             "Write the name of a checkpoint that is into it, or train anew with --fresh."
         )
     if last is None:

@@ -16,7 +16,7 @@ from typing import Any
 from headstart.heads.errors import WrongInput
 from headstart.heads.paths import SPLITS, Prompt, read_part
 from headstart.heads.sampling import Sampling
-from headstart.heads.store import Stage, atomic_path, open_stage, stage_inputs
+from headstart.heads.store import Stage, atomic_path, open_stage, remove_leftovers, stage_inputs
 from headstart.heads.target import States, Target, TargetLoader
 from headstart.trainer.features import (
     check_disk,
@@ -24,10 +24,9 @@ from headstart.trainer.features import (
     finish,
     has,
     needs_features,
-    remove_leftovers,
     write_shard,
 )
-from headstart.trainer.generation import Generator, Reply, Request, common_prefix
+from headstart.trainer.generation import Generator, Reply, Request
 from headstart.trainer.progress import Progress
 from headstart.trainer.prompts import read_prompts
 from headstart.trainer.settings import TrafficSettings
@@ -74,6 +73,8 @@ def make_traffic(
     """
     traffic = open_stage(root, "traffic", traffic_inputs(load_target, prompts, settings, seed), seed)
     features = open_stage(root, "features", features_inputs(load_target, traffic, feature_splits), seed)
+    for stage in (traffic, features):
+        stage.forget_damaged()
     if traffic.complete and features.complete:
         return traffic, features
     remove_leftovers(traffic.folder)
@@ -84,18 +85,19 @@ def make_traffic(
     missing = [chunk for chunk in todo if needs_features(features, chunk)]
     check_disk(features, missing, requests, settings.max_new_tokens, load_target)
     progress = Progress("traffic", sum(len(chunk.prompts) for chunk in todo))
+    longest = max(len(request.token_ids) for request in requests.values())
     for dtype, group in groupby(
         todo, lambda chunk: load_target.dtype if chunk.split == "train" else settings.eval_dtype
     ):
         target, own = load_target(dtype), list(group)
 
         def make_worker(target: Target = target) -> Callable[[Chunk], Answers]:
-            return Answerer(target, traffic, requests, settings, seed, progress)
+            return Answerer(target, traffic, requests, settings, longest, seed, progress)
 
         jobs = in_order(own, make_worker, num_workers(target, len(own)), progress.stop)
         with closing(jobs) as answers:
             for chunk, (replies, states) in zip(own, answers, strict=True):
-                if needs_features(features, chunk):
+                if states:
                     write_shard(features, chunk, states, target.taps)
                 if replies:
                     write_part(traffic, chunk, requests, replies, settings, dtype)
@@ -114,12 +116,12 @@ class Answerer:
         traffic: Stage,
         requests: dict[str, Request],
         settings: TrafficSettings,
+        longest: int,
         seed: int,
         progress: Progress,
     ) -> None:
-        """`requests` are those of the whole stage, so that no chunk depends on which others are left to do."""
+        """`longest` prompt of the whole stage, so that chunks do not depend on which of them are left to do."""
         self.target, self.traffic, self.requests, self.progress = target, traffic, requests, progress
-        longest = max(len(request.token_ids) for request in requests.values())
         self._make = lambda: Generator(
             target,
             sampling_of(settings),
@@ -127,7 +129,6 @@ class Answerer:
             settings.slots,
             longest + settings.max_new_tokens,
             seed,
-            common_prefix(list(requests.values())),
         )
         self._generator: Generator | None = None
 
@@ -157,18 +158,16 @@ def traffic_inputs(load_target: TargetLoader, prompts: Stage, settings: TrafficS
 def plan_chunks(prompts: list[Prompt], settings: TrafficSettings, feature_splits: Sequence[str]) -> list[Chunk]:
     """Fixed chunks of at most `settings.chunk` prompts of one split, in stored order and of even size.
 
-    Splits that are large enough make an even number of them, and large ones a multiple of four: workers share them
-    without one working on alone.
+    A split that fills its slots twice makes two chunks at least, so that two workers share it.
     """
     chunks: list[Chunk] = []
     for split in SPLITS:
         own = [prompt for prompt in prompts if prompt.split == split]
-        waves = len(own) // settings.slots
-        multiple = 4 if waves >= 16 else 2 if waves >= 2 else 1
-        number = -(-len(own) // (settings.chunk * multiple)) * multiple
-        bounds = [round(len(own) * i / max(number, 1)) for i in range(number + 1)]
+        number = max(-(-len(own) // settings.chunk), 2 if len(own) >= 2 * settings.slots else 1)
+        bounds = [round(len(own) * i / number) for i in range(number + 1)]
         for begin, end in pairwise(bounds):
-            chunks.append(Chunk(len(chunks), split, own[begin:end], split in feature_splits))
+            if begin < end:
+                chunks.append(Chunk(len(chunks), split, own[begin:end], split in feature_splits))
     return chunks
 
 
