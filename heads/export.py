@@ -4,7 +4,6 @@ The config is built from the fields below and nothing else. After writing, `head
 engine's own rules and must reproduce the head's logits over several drafted blocks; only then does it get its name.
 """
 
-import json
 import os
 import shutil
 from collections.abc import Callable, Iterator
@@ -16,10 +15,13 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from headstart.heads.card import RECORD, RECORD_SCHEMA
 from headstart.heads.contract import Head
 from headstart.heads.eagle3 import Eagle3
 from headstart.heads.errors import WrongInput
+from headstart.heads.facts import TargetFacts
 from headstart.heads.served import DTYPES, ServedEagle3, read_eagle3
+from headstart.heads.settings import Eagle3Settings
 from headstart.heads.store import read_json, write_json
 
 ENGINES = ("vllm", "sglang", "llamacpp")
@@ -62,7 +64,16 @@ def refuse_unservable(head: Eagle3, engine: str) -> None:
     """Raise WrongInput with everything about the head that `engine` would ignore or misread."""
     if engine not in ENGINES:
         raise WrongInput(f"engine {engine!r}: found no writer, expected one of {', '.join(ENGINES)}.")
-    settings, facts, taps = head.settings, head.facts, head.taps
+    if problems := unservable(head.settings, head.facts, head.taps, engine):
+        raise WrongInput(
+            f"{engine} would not serve this head as it was trained:\n"
+            + "\n".join(f"  - {p}" for p in problems)
+            + "\nExport for another engine, or train with other head settings."
+        )
+
+
+def unservable(settings: Eagle3Settings, facts: TargetFacts, taps: list[int], engine: str) -> list[str]:
+    """What `engine` would ignore or misread about a head of these settings; known before it is trained."""
     problems = []
     if facts.rope_parameters.get("partial_rotary_factor", 1.0) != 1.0:
         problems.append("rotary positions on a part of the head dimension are not supported")
@@ -84,12 +95,7 @@ def refuse_unservable(head: Eagle3, engine: str) -> None:
             problems.append(f"tap {taps[-1]} (after the last layer) exists only for targets with next-token layers")
         if facts.rope_parameters.get("rope_type", "default") == "yarn":
             problems.append("yarn rotary positions are untried")
-    if problems:
-        raise WrongInput(
-            f"{engine} would not serve this head as it was trained:\n"
-            + "\n".join(f"  - {p}" for p in problems)
-            + "\nExport for another engine, or train with other head settings."
-        )
+    return problems
 
 
 def check_folder_name(out: Path, kind: str) -> None:
@@ -211,8 +217,6 @@ def chain_difference(head: Head, served: ServedEagle3, depth: int = 4, seed: int
 @contextmanager
 def rounded(head: Head, dtype: torch.dtype) -> Iterator[None]:
     """Let the head compute with its trained tensors rounded to `dtype`, as the written ones are."""
-    if any(getattr(module, "packed", None) is not None for module in head.modules()):
-        raise ValueError("a packed head does not follow its weights: round it first, then pack it")
     kept = {name: tensor.detach().clone() for name, tensor in head.trained_tensors().items()}
     with torch.no_grad():
         for tensor in head.trained_tensors().values():
@@ -228,7 +232,7 @@ def rounded(head: Head, dtype: torch.dtype) -> Iterator[None]:
 @contextmanager
 def fresh_folder(out: Path) -> Iterator[Path]:
     """Yield a temporary sibling that becomes `out` on success; an earlier export there is replaced."""
-    if out.exists() and any(out.iterdir()) and not is_export(out):
+    if out.exists() and not (out.is_dir() and (is_export(out) or not any(out.iterdir()))):
         raise WrongInput(f"{out}: found files that are no export of ours. Move them away or choose another --out.")
     out.parent.mkdir(parents=True, exist_ok=True)
     temporary = out.with_name(f".{out.name}.{os.getpid()}.tmp")
@@ -244,8 +248,8 @@ def fresh_folder(out: Path) -> Iterator[Path]:
 
 
 def is_export(folder: Path) -> bool:
-    """Whether the folder is one that `write_eagle3` made."""
+    """Whether the folder was exported by us; another tool's head is not ours to replace."""
     try:
-        return bool(read_json(folder / "config.json")["architectures"] == ["LlamaForCausalLMEagle3"])
-    except (OSError, KeyError, TypeError, json.JSONDecodeError):
+        return bool(read_json(folder / RECORD)["schema"] == RECORD_SCHEMA)
+    except (OSError, KeyError, TypeError, WrongInput):
         return False

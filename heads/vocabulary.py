@@ -29,7 +29,7 @@ def choose_draft_vocabulary(counts_V: np.ndarray, size: int, facts: TargetFacts)
             f"head.draft_vocab_size = {size}, but the tokenizer of {facts.name!r} has {facts.num_tokens} tokens. "
             "Ask for fewer, or 0 for all of them."
         )
-    always = [i for i in sorted({*facts.special_ids, *facts.stop_ids}) if i < facts.num_tokens]
+    always = always_drafted(facts)
     if size < len(always):
         raise WrongInput(
             f"head.draft_vocab_size = {size} is too small: {len(always)} special and stop tokens are always in."
@@ -42,6 +42,11 @@ def choose_draft_vocabulary(counts_V: np.ndarray, size: int, facts: TargetFacts)
         fresh = candidates[~chosen[candidates]]
         chosen[fresh[: size - int(chosen.sum())]] = True
     return np.flatnonzero(chosen).astype(np.int64)
+
+
+def always_drafted(facts: TargetFacts) -> list[int]:
+    """Special and stop tokens: ids that every draft vocabulary holds."""
+    return [i for i in sorted({*facts.special_ids, *facts.stop_ids}) if i < facts.num_tokens]
 
 
 def coverage(counts_V: np.ndarray, draft_ids_V: np.ndarray) -> float:

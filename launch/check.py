@@ -7,9 +7,11 @@ from pathlib import Path
 from typing import TypeVar
 
 from headstart.heads.errors import WrongInput
+from headstart.heads.export import unservable
 from headstart.heads.paths import Prompt
 from headstart.heads.target import TargetLoader
 from headstart.heads.target_facts import check_taps
+from headstart.heads.vocabulary import always_drafted
 from headstart.launch.recipe import describe, place_of
 from headstart.launch.schema import Problem
 from headstart.launch.settings import Recipe
@@ -85,6 +87,13 @@ def target_problems(recipe: Recipe, target: TargetLoader) -> Findings:
     if recipe.head.draft_vocab_size > facts.num_tokens:
         text = f"found {recipe.head.draft_vocab_size}, but the target's tokenizer has {facts.num_tokens} tokens"
         found.append(("head.draft_vocab_size", f"{text}; 0 takes them all"))
+    always = len(always_drafted(facts))
+    if 0 < recipe.head.draft_vocab_size < always:
+        text = f"found {recipe.head.draft_vocab_size}, but {always} special and stop tokens are always in"
+        found.append(("head.draft_vocab_size", text))
+    for engine in recipe.export.engines:
+        problems = unservable(recipe.head, facts, target.taps, engine)
+        found += [("export.engines", f"{engine} would not serve this head: {problem}") for problem in problems]
     if not target.tokenizer.chat_template:
         text = f"{target.folder} has a tokenizer without chat template, which chat prompts need"
         text += "; put a chat_template.jinja beside it or choose an instruction-tuned target"

@@ -64,6 +64,13 @@ def test_sampled_replies_and_an_export_do_not_go_together(recipe: Path) -> None:
     check_recipe(load_recipe(recipe, overrides), recipe, overrides)
 
 
+def test_what_would_fail_after_hours_is_found_before(recipe: Path) -> None:
+    text = problems_of(recipe, "head.draft_vocab_size=2", "export.engines=[vllm, sglang, llamacpp]", "head.taps=[1, 4]")
+    assert "head.draft_vocab_size: found 2, but 3 special and stop tokens are always in" in text
+    assert "export.engines: sglang would not serve this head: taps [1, 4]" in text
+    assert "export.engines: llamacpp would not serve this head: 2 taps, exactly 3 are read" in text
+
+
 def test_prompts_longer_than_the_limit_or_the_context_are_found(recipe: Path) -> None:
     text = problems_of(recipe, "traffic.max_prompt_tokens=20")
     assert "traffic.max_prompt_tokens: found 20, but 7 prompts are longer" in text
@@ -94,6 +101,14 @@ def test_a_tokenizer_without_chat_template_is_refused(recipe: Path, tiny_folder:
     (bare / "chat_template.jinja").unlink()
     text = problems_of(recipe, f"target.model={bare}")
     assert "without chat template" in text
+
+
+def test_a_prompt_that_the_chat_template_refuses_is_named(recipe: Path, tiny_folder: Path) -> None:
+    strict = recipe.parent / "strict"
+    shutil.copytree(tiny_folder, strict)
+    (strict / "chat_template.jinja").write_text("{{ raise_exception('no user turn') }}")
+    text = problems_of(recipe, f"target.model={strict}")
+    assert "cannot render it: TemplateError: no user turn" in text
 
 
 def test_a_folder_that_holds_no_model_is_refused(recipe: Path) -> None:

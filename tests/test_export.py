@@ -9,11 +9,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from headstart.heads.card import RECORD, RECORD_SCHEMA
 from headstart.heads.eagle3 import Eagle3
 from headstart.heads.errors import WrongInput
 from headstart.heads.export import chain_difference, check_folder_name, eagle3_config, rounded, write_eagle3
 from headstart.heads.served import KEYS, OPTIONAL_KEYS, read_eagle3
 from headstart.heads.settings import Eagle3Settings
+from headstart.heads.store import write_json
 from headstart.heads.vocabulary import choose_draft_vocabulary
 
 TAPS = [2, 3, 4]
@@ -289,12 +291,6 @@ def test_a_bfloat16_folder_drafts_what_the_rounded_head_drafts(head, tmp_path):
         assert chain_difference(head, served) < 1e-4
 
 
-def test_a_packed_head_is_not_rounded_in_vain(tiny_target):
-    head = make_head(tiny_target).pack()
-    with pytest.raises(ValueError, match="round it first"), rounded(head, torch.bfloat16):
-        pass
-
-
 def test_a_folder_that_does_not_draft_alike_gets_no_name(tiny_target, tmp_path):
     head = make_head(tiny_target)
     head.midlayer.norm_before_residual = True  # the head computes something else than its settings say
@@ -308,8 +304,17 @@ def test_another_folder_is_never_overwritten(head, tmp_path):
     (tmp_path / "vllm/notes.txt").write_text("mine")
     with pytest.raises(WrongInput, match="no export of ours"):
         write_eagle3(head, tmp_path / "vllm", "vllm")
-    write_eagle3(head, tmp_path / "again", "vllm")
-    write_eagle3(head, tmp_path / "again", "vllm")
+    (tmp_path / "file").write_text("mine")
+    write_eagle3(head, tmp_path / "theirs", "vllm")  # looks like a head of another tool: no record of ours
+    for name in ("file", "theirs"):
+        with pytest.raises(WrongInput, match="no export of ours"):
+            write_eagle3(head, tmp_path / name, "vllm")
+
+    def describe(folder):
+        write_json(folder / RECORD, {"schema": RECORD_SCHEMA})
+
+    write_eagle3(head, tmp_path / "again", "vllm", describe=describe)
+    write_eagle3(head, tmp_path / "again", "vllm", describe=describe)
 
 
 @pytest.mark.parametrize("name", ["my-eagle-head", "dflash", "DSpark-1"])

@@ -59,7 +59,7 @@ class TrainingRows:
         if not self.paths:
             raise WrongInput(
                 f"train: found {len(paths)} training paths and none with two reply tokens in a row, so nothing to learn "
-                "from. Look at the replies with `headstart inspect`, or raise traffic.max_new_tokens."
+                "from. The target ends its replies at once: compare its chat template and its stop tokens with its source."
             )
         self.features, self.batch_tokens, self.seed = features, batch_tokens, seed
         self.slots = [len(path.token_N) - 1 for path in self.paths]
