@@ -81,13 +81,6 @@ class PositionCache(Cache):
                 tensor[destination, :, :length] = tensor[source, :, :length]
 
     @torch.inference_mode()
-    def share(self, length: int) -> None:
-        """Copy the first `length` positions of row 0 to every row: a beginning that all sequences have in common."""
-        for tensor in (*self._keys, *self._values):
-            if tensor is not None:
-                tensor[1:, :, :length] = tensor[:1, :, :length]
-
-    @torch.inference_mode()
     def shrink(self, length: int) -> None:
         """Give up capacity when every row still in use is at most `length` long."""
         if capacity_for(length) < self.capacity:

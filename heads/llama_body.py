@@ -20,9 +20,6 @@ from headstart.heads.packed import MIN_ROWS, FrozenLinear
 LAYER_CLASSES = ("LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer")
 # Passes of more tokens a row use the fused function, which needs no [T, T] scores in memory.
 LONGEST_PRODUCTS = 1024
-# Passes of this many tokens leave padding out of their products, rounded up to few row counts.
-SMALLEST_GATHER = 256
-GATHER_STEP = 64
 
 
 class LlamaBody:
@@ -43,50 +40,29 @@ class LlamaBody:
         self.longest_products = LONGEST_PRODUCTS if on_cpu else 0
 
     def __call__(
-        self, tokens_BT: Tensor, position_BT: Tensor, cache: PositionCache | None, length_B: Tensor | None = None
+        self, tokens_BT: Tensor, position_BT: Tensor, cache: PositionCache | None
     ) -> tuple[list[Tensor], Tensor]:
         """States [B, T, H] of the taps and `final`.
 
         The cache has been told by `plan` where tokens go. Without one, or where every row starts at position 0, tokens
-        attend to those before them in the same pass. `length_B` says how much of each row is not padding.
+        attend to those before them in the same pass.
         """
-        shape = tokens_BT.shape
-        place_N = self._places(shape, length_B)
-        tokens_N = tokens_BT.reshape(-1) if place_N is None else tokens_BT.reshape(-1)[place_N]
-        hidden_NH = functional.embedding(tokens_N, self._embedding)
-        if len(tokens_N) < self.min_rows:
-            hidden_NH = functional.pad(hidden_NH, (0, 0, 0, self.min_rows - len(tokens_N)))
-        attention = Attention(self, hidden_NH.dtype, position_BT, cache, place_N)
+        batch, length = tokens_BT.shape
+        num_tokens = batch * length
+        hidden_NH = functional.embedding(tokens_BT.reshape(-1), self._embedding)
+        pad = max(self.min_rows - num_tokens, 0)
+        if pad:
+            hidden_NH = functional.pad(hidden_NH, (0, 0, 0, pad))
+        attention = Attention(self, hidden_NH.dtype, position_BT, cache)
         tapped = {}
         for index, layer in enumerate(self._layers):
             if index in self.taps:
                 tapped[index] = hidden_NH
-            hidden_NH = layer(hidden_NH, attention, index)
+            hidden_NH = layer(hidden_NH, attention, index, num_tokens)
         tapped[len(self._layers)] = hidden_NH
-        states = [tapped[tap] for tap in self.taps] + [normed(hidden_NH, self._norm)]
-        *taps, final_BTH = [spread(state_NH, place_N, shape).view(*shape, -1) for state_NH in states]
-        return taps, final_BTH
-
-    def _places(self, shape: torch.Size, length_B: Tensor | None) -> Tensor | None:
-        """Where the real tokens lie in B * T, when leaving padding out of the products is worth the copies.
-
-        Rounded up with repeats of the last place: what is computed twice is written twice, to the same place.
-        """
-        size = shape.numel()
-        if length_B is None or size < SMALLEST_GATHER or self.longest_products == 0:
-            return None
-        place_N = (torch.arange(shape[1]) < length_B[:, None]).reshape(-1).nonzero().squeeze(1)
-        number = -(-len(place_N) // GATHER_STEP) * GATHER_STEP
-        if number > 0.9 * size:
-            return None
-        return functional.pad(place_N, (0, number - len(place_N)), value=int(place_N[-1]))
-
-
-def spread(state_NC: Tensor, place_N: Tensor | None, shape: torch.Size) -> Tensor:
-    """Rows of real tokens to all B * T rows; those of padding are zero."""
-    if place_N is None:
-        return state_NC[: shape.numel()]
-    return state_NC.new_zeros(shape.numel(), state_NC.shape[1]).index_copy_(0, place_N, state_NC)
+        final_NH = normed(hidden_NH, self._norm)
+        shape = (batch, length, -1)
+        return [tapped[tap][:num_tokens].view(shape) for tap in self.taps], final_NH[:num_tokens].view(shape)
 
 
 class Layer:
@@ -104,9 +80,12 @@ class Layer:
         self.up = FrozenLinear(mlp.up_proj.weight, mlp.up_proj.bias)
         self.down = FrozenLinear(mlp.down_proj.weight, mlp.down_proj.bias)
 
-    def __call__(self, hidden_NH: Tensor, attention: "Attention", index: int) -> Tensor:
+    def __call__(self, hidden_NH: Tensor, attention: "Attention", index: int, num_tokens: int) -> Tensor:
         qkv_ND = self.qkv(normed(hidden_NH, self.input_norm))
-        hidden_NH = self.o.plus(attention(qkv_ND, index, self.query_norm, self.key_norm), hidden_NH)
+        mixed_ND = attention(qkv_ND[:num_tokens], index, self.query_norm, self.key_norm)
+        if num_tokens < len(hidden_NH):
+            mixed_ND = functional.pad(mixed_ND, (0, 0, 0, len(hidden_NH) - num_tokens))
+        hidden_NH = self.o.plus(mixed_ND, hidden_NH)
         x_NH = normed(hidden_NH, self.mlp_norm)
         return self.down.plus(self.up.times(x_NH, self.gate.silu(x_NH)), hidden_NH)
 
@@ -114,16 +93,8 @@ class Layer:
 class Attention:
     """What the layers of one pass share: rotary angles, where keys go, and who may see what."""
 
-    def __init__(
-        self,
-        body: LlamaBody,
-        dtype: torch.dtype,
-        position_BT: Tensor,
-        cache: PositionCache | None,
-        place_N: Tensor | None,
-    ) -> None:
+    def __init__(self, body: LlamaBody, dtype: torch.dtype, position_BT: Tensor, cache: PositionCache | None) -> None:
         self.body = body
-        self.place_N = place_N
         self.cache = cache
         self.shape = position_BT.shape
         self.group = body.num_heads // body.num_kv_heads
@@ -144,16 +115,7 @@ class Attention:
             self.bias_B1QL = functional.pad(bias_BTL.repeat(1, self.group, 1), (0, 0, 0, self.pad))[:, None]
 
     def __call__(self, qkv_ND: Tensor, layer: int, query_norm: Any, key_norm: Any) -> Tensor:
-        """Attention of [N, (heads + 2 * kv_heads) * head_dim], giving [N, heads * head_dim]."""
-        mixed_ND = self._rows(spread(qkv_ND, self.place_N, self.shape), layer, query_norm, key_norm)
-        if self.place_N is not None:
-            return mixed_ND[self.place_N]
-        if len(mixed_ND) < len(qkv_ND):
-            return functional.pad(mixed_ND, (0, 0, 0, len(qkv_ND) - len(mixed_ND)))
-        return mixed_ND
-
-    def _rows(self, qkv_ND: Tensor, layer: int, query_norm: Any, key_norm: Any) -> Tensor:
-        """The same with all B * T rows."""
+        """Attention of [N, (heads + 2 * kv_heads) * head_dim], N = B * T, giving [N, heads * head_dim]."""
         body = self.body
         batch, length = self.shape
         heads, kv_heads, width = body.num_heads, body.num_kv_heads, body.head_dim

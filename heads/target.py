@@ -104,7 +104,7 @@ class Target:
         fresh = self._direct is not None and num_tokens > 1 and not bool(start_B.any())
         position_BT = cache.plan(position_BT, rows, end, fresh)
         if self._direct is not None:
-            taps, final_BTH = self._direct(tokens_BT, position_BT, cache, length_B)
+            taps, final_BTH = self._direct(tokens_BT, position_BT, cache)
             return States(torch.cat(taps, dim=-1), final_BTH)
         output = self._body(
             input_ids=tokens_BT,

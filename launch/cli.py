@@ -1,7 +1,9 @@
 """The command line. Parsing imports no torch; each command imports what it needs."""
 
 import argparse
+import errno
 import os
+import re
 import sys
 import traceback
 from collections.abc import Callable
@@ -47,9 +49,27 @@ def run(arguments: list[str]) -> int:
     except BrokenPipeError:  # the reader of our output, `head` say, has gone
         sys.stderr.close()
         return DONE
-    except Exception:
+    except Exception as error:
+        if advice := disk_advice(error):
+            return failed(FAULT, f"error: {error}\n{advice}")
         traceback.print_exc()
         return FAULT
+
+
+def disk_advice(error: Exception) -> str:
+    """What to do about a disk that cannot be written; empty for any other error."""
+    number = error.errno if isinstance(error, OSError) else None
+    named = re.search(r"os error (\d+)", str(error))  # the only place where safetensors tells it
+    number = int(named[1]) if named else number
+    if number in (errno.ENOSPC, errno.EDQUOT):
+        return (
+            "The disk is full. Free some space, or set run.root to another disk; the same command continues from here."
+        )
+    if number in (errno.EROFS, errno.EACCES, errno.EPERM):
+        return (
+            "The file may not be written or read here. Give this user the right to, or set run.root to another folder."
+        )
+    return ""
 
 
 def failed(code: int, message: str) -> int:

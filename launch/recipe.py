@@ -5,6 +5,7 @@ is one annotation, `_: r\"\"\" .. \"\"\"`; to YAML the first line is a key `_` a
 """
 
 import dataclasses
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -67,8 +68,13 @@ def load_recipe(path: Path, overrides: list[str] | tuple[str, ...] = ()) -> Reci
     if problems:
         raise WrongInput(describe(path, problems))
     if not recipe.run.name:
-        recipe = dataclasses.replace(recipe, run=dataclasses.replace(recipe.run, name=path.stem))
+        recipe = dataclasses.replace(recipe, run=dataclasses.replace(recipe.run, name=default_name(path)))
     return recipe
+
+
+def default_name(path: Path) -> str:
+    """A run's name from its recipe's file name, with what a name cannot hold left out."""
+    return re.sub(r"[^\w.+-]+", "-", path.stem).strip("-.+") or "run"
 
 
 def copy_recipe(text: str, destination: Path) -> None:
@@ -167,6 +173,8 @@ def parse(text: str, name: str, problems: list[Problem], base: Path | None = Non
         mark = error.problem_mark or error.context_mark
         where = f"{name}:{mark.line + 1}" if mark and line else name
         problems.append(Problem(where, "", f"not YAML: {error.problem or error.context}"))
+    except RecursionError:
+        problems.append(Problem(name, "", "nested too deeply, or an alias that holds itself"))
     except (yaml.YAMLError, ValueError) as error:
         problems.append(Problem(name, "", f"not YAML: {error}"))
     finally:

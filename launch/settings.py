@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from typing import Annotated
 
 from headstart.eval.settings import EvalSettings, ExportSettings
-from headstart.heads.rules import Conflicts, Count, Pattern
+from headstart.heads.rules import Bounds, Conflicts, Pattern
 from headstart.heads.settings import Eagle3Settings, TargetSettings
 from headstart.trainer.settings import (
     FeatureSettings,
@@ -19,13 +19,13 @@ from headstart.trainer.settings import (
 class RunSettings:
     """Where results go and what makes them repeat."""
 
-    name: Annotated[str, Pattern(r"([A-Za-z0-9_][A-Za-z0-9_.+-]*)?", "letters, digits and _ . + - only")] = ""
+    name: Annotated[str, Pattern(r"(\w[\w.+-]*)?", "letters, digits and _ . + - only")] = ""
     """Folder under `root`; empty means the recipe file's name."""
     root: str = "runs"
     """Folder for all runs, created in the current folder."""
-    seed: Count = 0
+    seed: Annotated[int, Bounds(low=0, high=2**63 - 1)] = 0
     """Seeds head weights, batch order and sampled replies."""
-    threads: Count = 0
+    threads: Annotated[int, Bounds(low=0, high=1024)] = 0
     """CPU threads; 0 means the cores this process may use, shared by the processes on this machine."""
 
 

@@ -1,11 +1,13 @@
 """The command line: torch-free help; exit codes; recipes that Python runs."""
 
+import errno
 import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from safetensors import SafetensorError
 
 from headstart.heads.errors import WrongInput
 from headstart.launch import cli
@@ -46,6 +48,26 @@ def test_wrong_input_is_code_2_and_one_message(
     captured = capsys.readouterr()
     assert captured.err.startswith("error: ")
     assert "Traceback" not in captured.err
+
+
+@pytest.mark.parametrize(
+    ("error", "advice"),
+    [
+        (OSError(errno.ENOSPC, "No space left on device", "x.parquet"), "The disk is full"),
+        (OSError(errno.EROFS, "Read-only file system", "runs"), "may not be written"),
+        (SafetensorError("I/O error: No space left on device (os error 28)"), "The disk is full"),
+    ],
+)
+def test_a_disk_that_cannot_be_written_is_one_message(error: Exception, advice: str, monkeypatch, capsys) -> None:
+    def fails(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(cli, "ls_command", fails)
+    assert cli.run(["ls"]) == 1
+    captured = capsys.readouterr().err
+    assert captured.startswith(f"error: {error}\n")
+    assert advice in captured
+    assert "Traceback" not in captured
 
 
 def test_overrides_stand_anywhere_and_unknown_options_are_refused() -> None:

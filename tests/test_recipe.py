@@ -37,6 +37,8 @@ BAD_RECIPES = [
     ("trian:\n  depth: 3", ["mine.yaml:1: trian: unknown key; did you mean train?"]),
     ("run: {seed: zebra}", ["mine.yaml:1: run.seed: found 'zebra', expected a whole number"]),
     ("run: {name: 2024}", ["run.name: found 2024, expected text in quotes"]),
+    ("run: {seed: 9223372036854775808}", ["run.seed: found 9223372036854775808, expected at least 0 and at most"]),
+    ("train: &again {loss: *again}", ["nested too deeply, or an alias that holds itself"]),
     ("run: {name: a/b}", ["run.name: found 'a/b', expected letters"]),
     ("head: {draft_vocab_size: -1}", ["head.draft_vocab_size: found -1, expected at least 0"]),
     ("head: {draft_vocab_size: 0.5}", ["head.draft_vocab_size: found 0.5, expected a whole number"]),
@@ -156,6 +158,21 @@ def test_every_built_in_recipe_is_valid_and_carries_the_launch_lines(name: str) 
 
 def test_every_setting_has_a_doc() -> None:
     assert [key.path for key in keys(Recipe) if not key.doc.endswith(".")] == []
+
+
+@pytest.mark.parametrize(
+    ("file", "name"),
+    [
+        ("mine.yaml", "mine"),
+        ("my head (2).yaml", "my-head-2"),
+        ("größe 数学.v2.yaml", "größe-数学.v2"),
+        ("..yaml", "run"),
+    ],
+)
+def test_a_run_named_after_its_file_can_be_read_again(tmp_path: Path, file: str, name: str) -> None:
+    recipe = load_recipe(write(tmp_path, "target: {model: tiny}", file))
+    assert recipe.run.name == name
+    assert load_recipe(write(tmp_path, dump_recipe(recipe, "resolved"), "recipe.yaml")) == recipe
 
 
 def test_a_missing_recipe_names_the_nearest_one(tmp_path: Path) -> None:

@@ -161,22 +161,3 @@ def test_a_prompt_that_the_template_cannot_render_is_named(tiny_folder, tmp_path
 def test_prompts_hold_no_ids_without_an_embedding(tiny_target):
     with pytest.raises(WrongInput, match="below 100, the rows of its embedding"):
         render(replace(tiny_target.facts, vocab_size=100), tiny_target.tokenizer, CHAT)
-
-
-def test_leaving_padding_out_of_the_products_changes_nothing(tiny_target, monkeypatch):
-    from headstart.heads import llama_body
-
-    tokens = torch.randint(3, 500, (5, 40), generator=torch.Generator().manual_seed(2))
-    start, length = torch.zeros(5, dtype=torch.int64), torch.tensor([40, 3, 17, 1, 25])
-    states = []
-    for smallest in (10**9, 1):
-        monkeypatch.setattr(llama_body, "SMALLEST_GATHER", smallest)
-        monkeypatch.setattr(llama_body, "GATHER_STEP", 8)
-        cache = tiny_target.new_cache(5, 64)
-        first = tiny_target.forward(tokens, start, cache, length)
-        second = tiny_target.forward(tokens[:, :4], length, cache)
-        states.append((first, second))
-    for row in range(5):
-        for whole, gathered in zip(*states, strict=True):
-            for a, b in ((whole.taps, gathered.taps), (whole.final, gathered.final)):
-                torch.testing.assert_close(a[row, : length[row]], b[row, : length[row]], atol=1e-5, rtol=1e-5)

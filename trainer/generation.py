@@ -60,19 +60,9 @@ class Generator:
     """Greedy or sampled replies for one chunk of requests after another."""
 
     def __init__(
-        self,
-        target: Target,
-        sampling: Sampling,
-        max_new_tokens: int,
-        num_slots: int,
-        max_length: int,
-        seed: int = 0,
-        prefix: Sequence[int] = (),
+        self, target: Target, sampling: Sampling, max_new_tokens: int, num_slots: int, max_length: int, seed: int = 0
     ) -> None:
-        """`max_length` bounds prompt plus reply in tokens; state buffers are allocated once for it.
-
-        `prefix`: tokens that every prompt begins with and goes on after (a system turn); they are read only once.
-        """
+        """`max_length` bounds prompt plus reply in tokens; cache and state buffers are allocated once for it."""
         self.target = target
         self.sampling = sampling
         self.max_new_tokens = max_new_tokens
@@ -84,24 +74,8 @@ class Generator:
         facts = target.facts
         shape = (num_slots, self.max_length)
         options = {"dtype": torch.bfloat16, "device": target.device}
-        self._prefix = list(prefix)
         self._taps_SLF = torch.empty(*shape, len(target.taps) * facts.hidden_size, **options)  # type: ignore[call-overload]
         self._final_SLH = torch.empty(*shape, facts.hidden_size, **options)  # type: ignore[call-overload]
-        self._read_prefix()
-
-    @torch.inference_mode()
-    def _read_prefix(self) -> None:
-        """Put the common beginning into every row of cache and buffers, where nothing writes over it."""
-        shared = len(self._prefix)
-        if not shared:
-            return
-        tokens_1T = torch.tensor([self._prefix], device=self.target.device)
-        states = self.target.forward(
-            tokens_1T, torch.zeros(1, dtype=torch.int64, device=self.target.device), self.cache
-        )
-        self.cache.share(shared)
-        self._taps_SLF[:, :shared] = to_stored(states.taps)
-        self._final_SLH[:, :shared] = to_stored(states.final)
 
     @torch.inference_mode()
     def generate(
@@ -142,7 +116,7 @@ class Generator:
         free_buffers: list[int],
         room: int,
     ) -> list[Slot]:
-        width = round_up(len(requests[waiting[-1]].token_ids) - len(self._prefix))
+        width = round_up(len(requests[waiting[-1]].token_ids))
         number = max(1, min(room, len(waiting), PREFILL_TOKENS // width))
         new = []
         for _ in range(number):
@@ -158,24 +132,22 @@ class Generator:
     def _prefill(self, new: list[Slot], first_row: int, keep_states: bool) -> None:
         """Read prompts into the cache rows from `first_row` on and emit each reply's first token."""
         device = self.target.device
-        begin = len(self._prefix)
-        lengths = [len(slot.request.token_ids) - begin for slot in new]
+        lengths = [len(slot.request.token_ids) for slot in new]
         tokens_BT = torch.zeros(len(new), round_up(max(lengths)), dtype=torch.int64)
         for row, slot in enumerate(new):
-            tokens_BT[row, : lengths[row]] = torch.tensor(slot.request.token_ids[begin:])
+            tokens_BT[row, : lengths[row]] = torch.tensor(slot.request.token_ids)
         length_B = torch.tensor(lengths)
         states = self.target.forward(
             tokens_BT.to(device),
-            torch.full((len(new),), begin, dtype=torch.int64, device=device),
+            torch.zeros(len(new), dtype=torch.int64, device=device),
             self.cache,
             length_B.to(device),
             torch.arange(first_row, first_row + len(new), device=device),
         )
         if keep_states:
             for row, slot in enumerate(new):
-                end = begin + lengths[row]
-                self._taps_SLF[slot.buffer, begin:end] = to_stored(states.taps[row, : lengths[row]])
-                self._final_SLH[slot.buffer, begin:end] = to_stored(states.final[row, : lengths[row]])
+                self._taps_SLF[slot.buffer, : lengths[row]] = to_stored(states.taps[row, : lengths[row]])
+                self._final_SLH[slot.buffer, : lengths[row]] = to_stored(states.final[row, : lengths[row]])
         self._emit(new, states.final[torch.arange(len(new)), length_B - 1])
 
     def _step(self, slots: list[Slot], keep_states: bool) -> None:
@@ -226,16 +198,6 @@ class Generator:
                 self.cache.move_row(len(slots), row, last.position + 1)
                 slots[row] = last
         return finished
-
-
-def common_prefix(requests: Sequence[Request]) -> list[int]:
-    """The longest beginning that every prompt has and goes on after."""
-    first = min((request.token_ids for request in requests), key=len)
-    length = len(first) - 1
-    for request in requests:
-        differing = (i for i in range(length) if request.token_ids[i] != first[i])
-        length = next(differing, length)
-    return first[:length]
 
 
 def round_up(length: int) -> int:
