@@ -106,7 +106,7 @@ def ready_process(recipe: Recipe) -> str:
 def opened(run: RunFolder) -> Iterator[None]:
     """Hold a run folder as its only writer, with the command and the console recorded in it."""
     with locked(run.folder):
-        for folder in (run.folder, run.checkpoints, run.eval, run.export):
+        for folder in (run.folder, run.checkpoints, run.eval, run.folder / "export"):
             remove_leftovers(folder)
         run.write_command()
         with run.recorded():
