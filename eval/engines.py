@@ -31,7 +31,7 @@ from headstart.eval.engines_setup import engines_folder, install_llamacpp, insta
 from headstart.eval.gate import of_checkpoint, read_evals
 from headstart.eval.speed import balanced
 from headstart.heads.builtin import resolve_model
-from headstart.heads.card import RECORD, write_card
+from headstart.heads.card import RECORD, RECORD_SCHEMA, write_card
 from headstart.heads.checkpoint import WEIGHTS, head_hash, load_head
 from headstart.heads.errors import GateFailed, WrongInput
 from headstart.heads.export import rounded
@@ -184,7 +184,7 @@ def find_export(run: Path, engine: str) -> Path:
     """The run's export folder that `engine` reads as trained: its own, else another engine's."""
     records = sorted(run.glob(f"export/*/{RECORD}"), key=lambda file: file.parent.name != engine)
     for file in records:
-        if engine in read_json(file)["readable_by"]:
+        if engine in read_json(file, RECORD_SCHEMA)["readable_by"]:
             return file.parent
     raise WrongInput(
         f"{run}: found no export that {engine} can read. Write one: headstart export {run} --engine {engine}"
@@ -209,7 +209,7 @@ def compare_run(
     results = []
     for engine in engines:
         folder = find_export(run, engine)
-        record = read_json(folder / RECORD)
+        record = read_json(folder / RECORD, RECORD_SCHEMA)
         settings = TargetSettings(model=record["target"]["name"], device="cpu")
         target = load_target(settings, record["taps"], "float32")
         head = load_head(find_checkpoint(run, record["checkpoint"]["sha256"]), target).eval().pack()
@@ -258,7 +258,7 @@ def keep(
     kept = [e for e in record["loaded_in"] if (e["engine"], e["version"]) != (result.engine, result.version)]
     record["loaded_in"] = [*kept, entry]
     write_json(folder / RECORD, record)
-    write_card(folder, of_checkpoint(evals, record["checkpoint"]["sha256"]))
+    write_card(folder, of_checkpoint(evals, record["checkpoint"]))
 
 
 def print_comparison(result: Comparison) -> None:
@@ -275,7 +275,9 @@ def print_comparison(result: Comparison) -> None:
 def newest_run(root: Path) -> Path:
     """The run exported last; random built-in targets are left out, their heads accept nothing worth comparing."""
     records = sorted(root.glob(f"*/export/*/{RECORD}"), key=lambda file: file.stat().st_mtime)
-    records = [file for file in records if read_json(file)["target"]["name"] not in ("tiny", "tiny-tied")]
+    records = [
+        file for file in records if read_json(file, RECORD_SCHEMA)["target"]["name"] not in ("tiny", "tiny-tied")
+    ]
     if not records:
         raise WrongInput(f"{root}/: found no run with an exported head of a real target. Make one first: make demo")
     return records[-1].parents[2]

@@ -5,34 +5,37 @@ from typing import Any
 
 from headstart.eval.settings import EvalSettings
 from headstart.eval.summary import plain_below_generate
+from headstart.heads.checkpoint import same_checkpoint
 from headstart.heads.errors import GateFailed, WrongInput
 from headstart.heads.store import read_json
 
-NAMES = ("acceptance", "lossless", "speed")
+SCHEMAS = {name: f"headstart.{name}/1" for name in ("acceptance", "lossless", "speed")}
 
 
 def read_evals(folder: Path) -> dict[str, Any]:
     """The eval files of a run, by name; None where one was not written."""
-    files = {name: folder / f"{name}.json" for name in NAMES}
-    return {name: read_json(file) if file.exists() else None for name, file in files.items()}
+    files = {name: folder / f"{name}.json" for name in SCHEMAS}
+    return {name: read_json(file, SCHEMAS[name]) if file.exists() else None for name, file in files.items()}
 
 
-def of_checkpoint(evals: dict[str, Any], sha256: str) -> dict[str, Any]:
-    """The eval files that measured the checkpoint with this weights hash; None for the others."""
-    return {name: v if v and v["checkpoint"]["sha256"] == sha256 else None for name, v in evals.items()}
+def of_checkpoint(evals: dict[str, Any], checkpoint: dict[str, Any]) -> dict[str, Any]:
+    """The eval files that measured this checkpoint (`checkpoint_identity`); None for the others."""
+    return {name: v if v and same_checkpoint(v["checkpoint"], checkpoint) else None for name, v in evals.items()}
 
 
-def unmeasured(evals: dict[str, Any], sha256: str, settings: EvalSettings) -> list[str]:
-    """What was never measured on the checkpoint with this weights hash."""
+def unmeasured(evals: dict[str, Any], checkpoint: dict[str, Any], settings: EvalSettings) -> list[str]:
+    """What was never measured on this checkpoint."""
     needed = ["acceptance", "lossless"] + (["speed"] if settings.min_speedup > 0 else [])
     problems = []
     for name in needed:
         found = evals[name]
         if found is None:
             problems.append(f"eval/{name}.json is missing")
-        elif found["checkpoint"]["sha256"] != sha256:
-            measured = f"step {found['checkpoint'].get('step')} ({str(found['checkpoint']['sha256'])[:12]})"
-            problems.append(f"eval/{name}.json measured another checkpoint: {measured}, not {sha256[:12]}")
+        elif not same_checkpoint(found["checkpoint"], checkpoint):
+            step, sha256 = found["checkpoint"].get("step"), str(found["checkpoint"].get("sha256"))
+            other = f"step {step} ({sha256[:12]}), not {checkpoint['sha256'][:12]}"
+            other = "the same weights with other settings in head.json" if sha256 == checkpoint["sha256"] else other
+            problems.append(f"eval/{name}.json measured another checkpoint: {other}")
     return problems
 
 
@@ -82,7 +85,7 @@ def is_main_row(row: dict[str, Any], kind: str, settings: EvalSettings) -> bool:
     )
 
 
-def require_gate(run: Path, sha256: str, settings: EvalSettings) -> None:
+def require_gate(run: Path, checkpoint: dict[str, Any], settings: EvalSettings) -> None:
     """Let a checkpoint pass, or say what to run.
 
     Raises:
@@ -90,7 +93,7 @@ def require_gate(run: Path, sha256: str, settings: EvalSettings) -> None:
         GateFailed: they were, and a value does not pass.
     """
     evals = read_evals(run / "eval")
-    if problems := unmeasured(evals, sha256, settings):
+    if problems := unmeasured(evals, checkpoint, settings):
         raise WrongInput(_message(run, problems, "Measure it: headstart eval " + str(run)))
     if problems := failures(evals, settings):
         raise GateFailed(

@@ -23,7 +23,7 @@ from headstart.eval.acceptance import (
 )
 from headstart.eval.decode import Reply, decode, live_counts
 from headstart.eval.drafters import HeadDrafter, ngram_acceptance
-from headstart.eval.gate import read_evals
+from headstart.eval.gate import SCHEMAS, read_evals
 from headstart.eval.identity import (
     Rescorer,
     first_unequal_step,
@@ -47,7 +47,7 @@ from headstart.eval.speed import (
 from headstart.eval.statistics import LEVEL
 from headstart.eval.summary import summary
 from headstart.heads.batch import Batch, pack
-from headstart.heads.checkpoint import DESCRIPTION, head_hash, load_head
+from headstart.heads.checkpoint import checkpoint_identity, load_head, same_checkpoint
 from headstart.heads.contract import Head
 from headstart.heads.errors import WrongInput
 from headstart.heads.paths import Path
@@ -57,7 +57,6 @@ from headstart.heads.target import Target
 READ_PATHS = 16  # held-out paths whose features are in memory at once
 IDENTITY_PROMPTS = 16  # prompts also decoded plainly and by transformers.generate
 REPEAT_LENGTH = 8  # tokens of the n-grams whose repetition is told beside acceptance
-SCHEMAS = {name: f"headstart.{name}/1" for name in ("acceptance", "lossless", "speed")}
 
 
 @dataclass
@@ -173,9 +172,8 @@ def check_paths(paths: Sequence[Path]) -> None:
 
 def identity_of(head_folder: FilePath, target: Target, paths: Sequence[Path], prompts_name: str) -> dict[str, Any]:
     """The first entries of every file: which checkpoint, target and prompts it speaks of."""
-    description = read_json(head_folder / DESCRIPTION)
     return {
-        "checkpoint": {"kind": description["kind"], "step": description.get("step"), "sha256": head_hash(head_folder)},
+        "checkpoint": checkpoint_identity(head_folder),
         "target": {"name": target.facts.name, "fingerprint": hash_json(target.facts.fingerprint)},
         "prompts": {
             "name": prompts_name,
@@ -363,8 +361,11 @@ def kept_entries(folder: FilePath, name: str, entries: str, names: dict[str, Any
     file = folder / f"{name}.json"
     if not file.exists():
         return []
-    old = read_json(file)
-    if old["checkpoint"] != names["checkpoint"] or old.get("prompts", names["prompts"]) != names["prompts"]:
+    old = read_json(file, SCHEMAS[name])
+    if (
+        not same_checkpoint(old["checkpoint"], names["checkpoint"])
+        or old.get("prompts", names["prompts"]) != names["prompts"]
+    ):
         return []
     found: list[dict[str, Any]] = old[entries]
     return found

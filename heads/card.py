@@ -31,7 +31,7 @@ DEFINITIONS = """\
 def write_card(folder: Path, evals: dict[str, Any]) -> None:
     """Write README.md from the folder's record and the eval files {"acceptance", "lossless", "speed"} (None: absent)."""
     with atomic_path(folder / CARD) as temporary:
-        temporary.write_text(card_text(read_json(folder / RECORD), evals), encoding="utf-8")
+        temporary.write_text(card_text(read_json(folder / RECORD, RECORD_SCHEMA), evals), encoding="utf-8")
 
 
 def card_text(record: dict[str, Any], evals: dict[str, Any]) -> str:

@@ -16,7 +16,7 @@ from headstart.heads.eagle3 import Eagle3
 from headstart.heads.errors import WrongInput
 from headstart.heads.facts import TargetFacts
 from headstart.heads.settings import Eagle3Settings
-from headstart.heads.store import atomic_path, hash_file, read_json, write_json
+from headstart.heads.store import atomic_path, hash_file, hash_json, read_json, write_json
 from headstart.heads.vocabulary import hash_ids
 
 HEAD_SCHEMA = "headstart.head/1"
@@ -61,12 +61,13 @@ def load_head(folder: Path, target: Any, check_fingerprint: bool = True) -> Head
     """
     if not (folder / DESCRIPTION).exists() or not (folder / WEIGHTS).exists():
         raise WrongInput(f"{folder}: found no head ({DESCRIPTION} and {WEIGHTS}). Give a run or a checkpoint folder.")
-    description = read_json(folder / DESCRIPTION)
+    description = read_json(folder / DESCRIPTION, HEAD_SCHEMA)
     if description["kind"] not in KINDS:
         raise WrongInput(f"{folder}: head kind {description['kind']!r}; this version knows {', '.join(KINDS)}.")
     facts = TargetFacts.from_dict(description["target"])
     if check_fingerprint and facts.fingerprint != target.facts.fingerprint:
-        differing = [k for k, v in facts.fingerprint.items() if target.facts.fingerprint.get(k) != v]
+        ours, theirs = facts.fingerprint, target.facts.fingerprint
+        differing = [k for k in sorted({*ours, *theirs}) if ours.get(k) != theirs.get(k)]
         raise WrongInput(
             f"{folder}: trained for target {facts.name!r}, but {target.facts.name!r} differs in {', '.join(differing)}. "
             "A head accepts well only on the target it was trained for: load that one, or train again."
@@ -104,5 +105,23 @@ def read_tensors(file: Path) -> dict[str, torch.Tensor]:
 
 
 def head_hash(folder: Path) -> str:
-    """Identity of a saved head: the sha256 of its weights file."""
+    """The sha256 of a saved head's weights file."""
     return hash_file(folder / WEIGHTS)
+
+
+def checkpoint_identity(folder: Path) -> dict[str, Any]:
+    """What a measurement speaks of: a saved head's weights, and the settings that say what they compute."""
+    description = read_json(folder / DESCRIPTION, HEAD_SCHEMA)
+    meaning = {name: description[name] for name in ("kind", "settings", "taps", "draft_ids_sha256")}
+    return {
+        "kind": description["kind"],
+        "step": description.get("step"),
+        "sha256": head_hash(folder),
+        "settings_sha256": hash_json(meaning),
+    }
+
+
+def same_checkpoint(recorded: dict[str, Any], identity: dict[str, Any]) -> bool:
+    """Whether a record speaks of this head; older records name no settings."""
+    names = ("sha256", *(["settings_sha256"] if "settings_sha256" in recorded else []))
+    return all(recorded.get(name) == identity.get(name) for name in names)

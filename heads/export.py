@@ -250,6 +250,7 @@ def fresh_folder(out: Path) -> Iterator[Path]:
 def is_export(folder: Path) -> bool:
     """Whether the folder was exported by us; another tool's head is not ours to replace."""
     try:
-        return bool(read_json(folder / RECORD)["schema"] == RECORD_SCHEMA)
-    except (OSError, KeyError, TypeError, WrongInput):
+        read_json(folder / RECORD, RECORD_SCHEMA)
+    except (OSError, WrongInput):
         return False
+    return True

@@ -70,18 +70,24 @@ def write_json(path: Path, value: Any) -> None:
         temporary.write_text(json.dumps(value, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-def read_json(path: Path) -> Any:
+def read_json(path: Path, schema: str = "") -> Any:
     """The value in a JSON file.
 
+    Args:
+        schema: which kind of our own files it has to be.
+
     Raises:
-        WrongInput: the file is damaged.
+        WrongInput: the file is damaged, or is of another kind or version.
     """
+    advice = "Restore it, or move it away and run again."
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        value = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise WrongInput(
-            f"{path}: found no JSON ({error}); the file is damaged.\nRestore it, or move it away and run again."
-        ) from None
+        raise WrongInput(f"{path}: found no JSON ({error}); the file is damaged.\n{advice}") from None
+    found = value.get("schema") if isinstance(value, dict) else None
+    if schema and found != schema:
+        raise WrongInput(f"{path}: found schema {found!r}, expected {schema!r}.\n{advice}")
+    return value
 
 
 def hash_json(value: Any) -> str:
@@ -178,11 +184,14 @@ def finished_stage(folder: Path) -> Stage:
     Raises:
         WrongInput: no finished stage, or files that are missing or damaged.
     """
-    manifest = read_json(folder / MANIFEST) if (folder / MANIFEST).is_file() else {"state": "missing", "outputs": {}}
-    stage = Stage(folder, manifest)
+    if not (folder / MANIFEST).is_file():
+        raise WrongInput(
+            f"{folder}: found no stage there, expected a finished one.\nRun its recipe: headstart train RECIPE"
+        )
+    stage = Stage(folder, read_json(folder / MANIFEST, MANIFEST_SCHEMA))
     damaged = stage.damaged() if stage.complete else []
     if not stage.complete or damaged:
-        found = f"{', '.join(damaged)} missing or damaged" if damaged else f"a stage that is {manifest['state']}"
+        found = f"{', '.join(damaged)} missing or damaged" if damaged else f"a stage that is {stage.manifest['state']}"
         raise WrongInput(
             f"{folder}: found {found}, expected a finished stage.\n"
             "Run its recipe again, which makes what is missing: headstart train RECIPE"
@@ -211,11 +220,10 @@ def open_stage(root: Path, stage: str, inputs: dict[str, Any], seed: int) -> Sta
     folder = stage_folder(root, stage, key)
     folder.mkdir(parents=True, exist_ok=True)
     if (folder / MANIFEST).exists():
-        manifest = read_json(folder / MANIFEST)
-        if manifest.get("schema") != MANIFEST_SCHEMA or manifest.get("key") != key:
+        manifest = read_json(folder / MANIFEST, MANIFEST_SCHEMA)
+        if manifest.get("key") != key:
             raise WrongInput(
-                f"{folder / MANIFEST}: found schema {manifest.get('schema')!r} and key "
-                f"{str(manifest.get('key'))[:12]!r}, expected {MANIFEST_SCHEMA!r} and {key[:12]!r}.\n"
+                f"{folder / MANIFEST}: found key {str(manifest.get('key'))[:12]!r}, expected {key[:12]!r}.\n"
                 "Move that folder away and run again."
             )
         return Stage(folder, manifest)

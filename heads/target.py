@@ -235,9 +235,9 @@ class TargetLoader:
         self.settings = settings
         self.folder = resolve_model(settings.model)
         try:
-            config = AutoConfig.from_pretrained(self.folder)
+            config = AutoConfig.from_pretrained(self.folder, trust_remote_code=False)
             check_supported(settings.model, config)
-            self.tokenizer: Any = AutoTokenizer.from_pretrained(self.folder)
+            self.tokenizer: Any = AutoTokenizer.from_pretrained(self.folder, trust_remote_code=False)
             self.facts = read_facts(settings.model, self.folder, config, self.tokenizer)
         except (OSError, ValueError, KeyError, AttributeError) as error:
             reason = str(error).strip().partition("\n")[0]
@@ -285,7 +285,12 @@ def read_model(name: str, folder: FilePath, **options: Any) -> Any:
     try:
         with no_progress_bars():
             model, loading = AutoModelForCausalLM.from_pretrained(
-                folder, use_safetensors=True, output_loading_info=True, ignore_mismatched_sizes=True, **options
+                folder,
+                use_safetensors=True,
+                trust_remote_code=False,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,
+                **options,
             )
     except (OSError, ValueError, SafetensorError) as error:
         reason = str(error).strip().partition("\n")[0]

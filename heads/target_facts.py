@@ -86,12 +86,17 @@ def read_facts(name: str, folder: Path, config: Any, tokenizer: Any) -> TargetFa
         max_position=config.max_position_embeddings,
         special_ids=sorted(i for i in specials if i < vocab_size),
         stop_ids=sorted(i for i in stop_ids if i < vocab_size),
-        fingerprint=fingerprint(folder, tokenizer),
+        fingerprint=fingerprint(folder, tokenizer, stop_ids, set(_as_list(getattr(config, "eos_token_id", None)))),
     )
 
 
-def fingerprint(folder: Path, tokenizer: Any) -> dict[str, str]:
-    """Hashes of content, never of names: what changes the target's answers changes its fingerprint."""
+def fingerprint(folder: Path, tokenizer: Any, stop_ids: set[int], config_stop_ids: set[int]) -> dict[str, str]:
+    """Hashes of content, never of names: what changes the target's answers changes its fingerprint.
+
+    Stop tokens are part of the config's hash; they have an entry of their own where the generation config or the tokenizer
+    says otherwise.
+    """
+    stops = {} if stop_ids == config_stop_ids else {"stop_ids": hash_json(sorted(stop_ids))}
     weights = sorted(folder.glob("*.safetensors"))
     if not weights:
         raise WrongInput(
@@ -105,6 +110,7 @@ def fingerprint(folder: Path, tokenizer: Any) -> dict[str, str]:
         "config": hash_json({key: value for key, value in config.items() if key not in VOLATILE_CONFIG}),
         "tokenizer": hash_json([hash_file(folder / n) if (folder / n).is_file() else None for n in TOKENIZER_FILES]),
         "chat_template": hashlib.sha256(json.dumps(template, sort_keys=True).encode()).hexdigest(),
+        **stops,
     }
 
 

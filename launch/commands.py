@@ -1,6 +1,7 @@
 """The commands that compute: each readies the process and the run folder, then hands over to the stages."""
 
 import dataclasses
+import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -30,7 +31,7 @@ def check(recipe_text: str, overrides: list[str], dry_run: bool) -> None:
         print(dump_recipe(recipe, f"resolved from {path.name}"), flush=True)
         print_plan(recipe, path, checked, threads)
     else:
-        print(f"{path} is fine; next: headstart train {recipe_text}")
+        print(f"{path} is fine; next: headstart train {shlex.quote(recipe_text)}")
 
 
 def train(recipe_text: str, overrides: list[str], fresh: bool) -> None:

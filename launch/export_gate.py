@@ -10,12 +10,12 @@ from headstart.eval.gate import failures, of_checkpoint, read_evals, require_gat
 from headstart.eval.settings import EvalSettings, ExportSettings
 from headstart.heads.builtin import resolve_model
 from headstart.heads.card import RECORD, RECORD_SCHEMA, write_card
-from headstart.heads.checkpoint import DESCRIPTION, head_hash, load_head
+from headstart.heads.checkpoint import DESCRIPTION, checkpoint_identity, load_head
 from headstart.heads.eagle3 import Eagle3
 from headstart.heads.errors import WrongInput
 from headstart.heads.export import ENGINES, export_dtype, refuse_unservable, write_eagle3
 from headstart.heads.served import read_eagle3
-from headstart.heads.store import MANIFEST, hash_file, read_json, versions, write_json
+from headstart.heads.store import MANIFEST, MANIFEST_SCHEMA, hash_file, read_json, versions, write_json
 from headstart.heads.target import Target
 from headstart.trainer.checkpoint import pointed
 
@@ -40,17 +40,17 @@ def export_head(
         GateFailed: measured, and a value does not pass.
     """
     folder = checkpoint_folder(run, checkpoint)
-    sha256 = head_hash(folder)
+    identity = checkpoint_identity(folder)
     if not untested:
-        require_gate(run, sha256, eval_settings)
+        require_gate(run, identity, eval_settings)
     head = load_head(folder, target).to("cpu").eval()
     if not isinstance(head, Eagle3):
         raise WrongInput(f"{folder}: found a head of kind {head.kind!r}; {engine} has a writer for eagle3 only.")
     out = out or run / "export" / engine
     evals = read_evals(run / "eval")
     # Figures of another checkpoint never reach the card.
-    measured = of_checkpoint(evals, sha256)
-    problems = [*unmeasured(evals, sha256, eval_settings), *failures(measured, eval_settings)]
+    measured = of_checkpoint(evals, identity)
+    problems = [*unmeasured(evals, identity, eval_settings), *failures(measured, eval_settings)]
     record = {
         "schema": RECORD_SCHEMA,
         "kind": head.kind,
@@ -58,13 +58,15 @@ def export_head(
         "readable_by": [],
         "untested": untested,
         "gate": problems,
-        "checkpoint": {"kind": head.kind, "step": read_json(folder / DESCRIPTION)["step"], "sha256": sha256},
+        "checkpoint": identity,
         "target": {
             "name": target.facts.name,
             "folder": str(resolve_model(target.facts.name)),
             "fingerprint": target.facts.fingerprint,
         },
-        "data": {name: read_json(file)["key"] for name in STAGES if (file := run / name / MANIFEST).exists()},
+        "data": {
+            name: read_json(file, MANIFEST_SCHEMA)["key"] for name in STAGES if (file := run / name / MANIFEST).exists()
+        },
         "folder": str(out.resolve()),
         "taps": head.taps,
         "tap_convention": TAP_CONVENTION,
@@ -95,7 +97,12 @@ def checkpoint_folder(run: Path, name: str) -> Path:
     pointer = run / "checkpoints" / name
     folder = pointed(pointer.parent, name) if pointer.is_file() else pointer
     if folder is None or not (folder / DESCRIPTION).exists():
-        found = sorted(path.name for path in pointer.parent.glob("*")) if pointer.parent.is_dir() else []
+        found = sorted(path.name for path in pointer.parent.glob("step-*")) if pointer.parent.is_dir() else []
+        if pointer.is_file() and found:
+            named = pointer.read_text(encoding="utf-8", errors="replace").strip()
+            raise WrongInput(
+                f"{pointer} names {named!r}, which is no checkpoint. Write one into it: {', '.join(found)}."
+            )
         raise WrongInput(f"{run}: found no checkpoint {name!r} (there: {found}). Train first: headstart train RECIPE")
     return folder
 

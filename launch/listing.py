@@ -7,7 +7,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from headstart.eval.gate import SCHEMAS
 from headstart.eval.summary import find_rows, interval_text
+from headstart.heads.errors import WrongInput
 from headstart.heads.store import read_json, versions
 from headstart.launch.recipe import built_in_recipes
 from headstart.launch.run import run_folders
@@ -65,7 +67,10 @@ def headline(folder: Path) -> str:
     path = folder / "eval" / "acceptance.json"
     if not path.exists():
         return ""
-    acceptance = read_json(path)
+    try:
+        acceptance = read_json(path, SCHEMAS["acceptance"])
+    except WrongInput:
+        return "eval/acceptance.json is damaged"
     whole = {"source": "offline", "route": "all", "context": "all", "draft": "greedy"}
     rows = find_rows(acceptance, drafter=acceptance["checkpoint"]["kind"], **whole)
     if not rows:

@@ -3,7 +3,7 @@
 import shutil
 from pathlib import Path
 
-from headstart.heads.store import Stage, hash_json, read_json, stage_folder
+from headstart.heads.store import MANIFEST, MANIFEST_SCHEMA, Stage, hash_json, read_json, stage_folder
 from headstart.heads.target import choose_device
 from headstart.launch.check import Checked
 from headstart.launch.commands import run_folder
@@ -83,10 +83,10 @@ def unopened(inputs: dict) -> Stage:
 
 
 def stage_row(root: Path, name: str, stage: Stage) -> Row:
-    manifest = stage_folder(root, name, stage.key) / "manifest.json"
+    manifest = stage_folder(root, name, stage.key) / MANIFEST
     if not manifest.exists():
         return name, stage.key[:12], "runs"
-    found = read_json(manifest)
+    found = read_json(manifest, MANIFEST_SCHEMA)
     state = "reused" if found["state"] == "complete" else f"continues, {len(found['outputs'])} files are there"
     return name, stage.key[:12], state
 

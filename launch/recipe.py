@@ -6,6 +6,7 @@ is one annotation, `_: r\"\"\" .. \"\"\"`; to YAML the first line is a key `_` a
 
 import dataclasses
 import re
+import shlex
 import sys
 from pathlib import Path
 from typing import Any
@@ -100,7 +101,7 @@ def copy_recipe(text: str, destination: Path) -> None:
     destination.parent.mkdir(parents=True, exist_ok=True)
     with atomic_path(destination) as temporary:
         temporary.write_text(content, encoding="utf-8")
-    print(f"wrote {destination}; next: headstart check {destination}")
+    print(f"wrote {destination}; next: headstart check {shlex.quote(str(destination))}")
 
 
 def line_number(problem: Problem) -> int:

@@ -103,7 +103,7 @@ class RunFolder:
             WrongInput: the name belongs to another training; the message names the differing fields.
         """
         path = self.folder / "run.json"
-        held: dict[str, Any] = read_json(path)["inputs"] if path.exists() else {}
+        held: dict[str, Any] = read_json(path, RUN_SCHEMA)["inputs"] if path.exists() else {}
         shared = {key: value for key, value in held.items() if key in inputs}
         differing = differing_fields({key: inputs[key] for key in shared}, shared)
         if differing:

@@ -8,7 +8,7 @@ import pytest
 from headstart.eval import engines
 from headstart.eval.engine_runs import EngineReply, EngineRun
 from headstart.eval.settings import EvalSettings, ExportSettings
-from headstart.heads.checkpoint import head_hash, save_head
+from headstart.heads.checkpoint import checkpoint_identity, head_hash, save_head
 from headstart.heads.errors import GateFailed, WrongInput
 from headstart.heads.paths import Path
 from headstart.launch.export_gate import export_head
@@ -50,7 +50,8 @@ def speed(sha256, speedup=1.3):
     recommended = [{"engine": "vllm", "concurrency": [1, 4], "draft_length": 2, "routes_off": ["json"], "flags": ""}]
     absolute = {"generate_tokens_per_s": 9.0, "plain_tokens_per_s": 10.0}
     return {
-        "checkpoint": checkpoint, "hardware": hardware, "absolute": absolute, "rows": [row], "recommended": recommended
+        "schema": "headstart.speed/1", "checkpoint": checkpoint, "hardware": hardware, "absolute": absolute,
+        "rows": [row], "recommended": recommended,
     }  # fmt: skip
 
 
@@ -86,6 +87,27 @@ def test_an_unmeasured_head_is_refused_with_what_to_run(run, tiny_target):
 def test_figures_of_another_checkpoint_do_not_count(run, tiny_target):
     measure(run, acceptance=acceptance("0" * 64), lossless=lossless(own_hash(run)))
     with pytest.raises(WrongInput, match="measured another checkpoint"):
+        export(run, tiny_target)
+
+
+def test_figures_of_the_same_weights_under_other_settings_do_not_count(run, tiny_target):
+    folder = run / "checkpoints" / "step-000007"
+    checkpoint = checkpoint_identity(folder)
+    measured = {"acceptance": acceptance(own_hash(run)), "lossless": lossless(own_hash(run))}
+    measure(run, **{name: value | {"checkpoint": checkpoint} for name, value in measured.items()})
+    export(run, tiny_target)
+    description = json.loads((folder / "head.json").read_text())
+    description["settings"]["norm_output"] = True
+    (folder / "head.json").write_text(json.dumps(description))
+    with pytest.raises(WrongInput, match="the same weights with other settings"):
+        export(run, tiny_target)
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "{}", '{"schema": "headstart.acceptance/9"}'])
+def test_eval_files_that_are_damaged_or_of_another_version_are_named(text, run, tiny_target):
+    measure(run, acceptance=acceptance(own_hash(run)), lossless=lossless(own_hash(run)))
+    (run / "eval" / "acceptance.json").write_text(text)
+    with pytest.raises(WrongInput, match=r"acceptance\.json: found"):
         export(run, tiny_target)
 
 
@@ -140,7 +162,7 @@ def test_the_card_holds_the_figures_the_definitions_and_the_commands(run, tiny_t
     assert "no engine yet" in card
     record = json.loads((out / "headstart.json").read_text())
     assert record["readable_by"] == ["vllm", "llamacpp"]
-    assert record["checkpoint"] == {"kind": "eagle3", "step": 7, "sha256": sha256}
+    assert record["checkpoint"] == checkpoint_identity(run / "checkpoints" / "step-000007")
 
 
 def test_untested_says_so_in_the_first_line_and_shows_no_foreign_figures(run, tiny_target, tmp_path):
@@ -155,6 +177,10 @@ def test_untested_says_so_in_the_first_line_and_shows_no_foreign_figures(run, ti
 def test_a_missing_checkpoint_names_what_is_there(run, tiny_target):
     with pytest.raises(WrongInput, match="step-000007"):
         export(run, tiny_target, checkpoint="step-000500")
+    for text in ("", "step-000500", "..", "/"):
+        (run / "checkpoints" / "best").write_text(text)
+        with pytest.raises(WrongInput, match=f"best names '{text}', which is no checkpoint.*step-000007"):
+            export(run, tiny_target)
 
 
 def test_an_engines_figures_reach_the_eval_file_and_the_card_once(run, tiny_target):

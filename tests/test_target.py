@@ -161,3 +161,14 @@ def test_a_prompt_that_the_template_cannot_render_is_named(tiny_folder, tmp_path
 def test_prompts_hold_no_ids_without_an_embedding(tiny_target):
     with pytest.raises(WrongInput, match="below 100, the rows of its embedding"):
         render(replace(tiny_target.facts, vocab_size=100), tiny_target.tokenizer, CHAT)
+
+
+def test_stop_tokens_are_part_of_the_fingerprint(tiny_folder, tmp_path):
+    settings = damaged(tiny_folder, tmp_path / "model")
+    before = TargetLoader(settings).facts
+    assert "stop_ids" not in before.fingerprint  # they are the config's own, and hashed there
+    described = tmp_path / "model" / "generation_config.json"
+    described.write_text(json.dumps({**json.loads(described.read_text()), "eos_token_id": [2, 9]}))
+    after = TargetLoader(settings).facts
+    assert after.stop_ids == [2, 9]
+    assert after.fingerprint != before.fingerprint

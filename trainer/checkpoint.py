@@ -105,12 +105,12 @@ def load_checkpoint(
             f"{checkpoint}: found no trainer/state.json, without which training cannot continue.\n"
             f"Write the name of another checkpoint into {checkpoint.parent / 'last'}, or train anew with --fresh."
         )
-    state = read_json(checkpoint / "trainer" / "state.json")
+    state = read_json(checkpoint / "trainer" / "state.json", STATE_SCHEMA)
     differing = differing_fields(state["identity"], identity)
-    if state["schema"] != STATE_SCHEMA or differing:
+    if differing:
         listed = "\n".join(f"  {name}: {old!r} in the checkpoint, {new!r} now" for name, old, new in differing)
         raise WrongInput(
-            f"{checkpoint}: this checkpoint cannot be continued exactly:\n{listed or state['schema']}\n"
+            f"{checkpoint}: this checkpoint cannot be continued exactly:\n{listed}\n"
             "Set the old values, or start another run with run.name=NEW."
         )
     saved = read_tensors(checkpoint / WEIGHTS)
