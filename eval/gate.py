@@ -5,7 +5,6 @@ from typing import Any
 
 from headstart.eval.settings import EvalSettings
 from headstart.eval.summary import plain_below_generate
-from headstart.heads.checkpoint import same_checkpoint
 from headstart.heads.errors import GateFailed, WrongInput
 from headstart.heads.store import read_json
 
@@ -16,6 +15,12 @@ def read_evals(folder: Path) -> dict[str, Any]:
     """The eval files of a run, by name; None where one was not written."""
     files = {name: folder / f"{name}.json" for name in SCHEMAS}
     return {name: read_json(file, SCHEMAS[name]) if file.exists() else None for name, file in files.items()}
+
+
+def same_checkpoint(recorded: dict[str, Any], identity: dict[str, Any]) -> bool:
+    """Whether a record speaks of this head; older records name no settings."""
+    names = ("sha256", *(["settings_sha256"] if "settings_sha256" in recorded else []))
+    return all(recorded.get(name) == identity.get(name) for name in names)
 
 
 def of_checkpoint(evals: dict[str, Any], checkpoint: dict[str, Any]) -> dict[str, Any]:

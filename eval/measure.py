@@ -23,7 +23,7 @@ from headstart.eval.acceptance import (
 )
 from headstart.eval.decode import Reply, decode, live_counts
 from headstart.eval.drafters import HeadDrafter, ngram_acceptance
-from headstart.eval.gate import SCHEMAS, read_evals
+from headstart.eval.gate import SCHEMAS, read_evals, same_checkpoint
 from headstart.eval.identity import (
     Rescorer,
     first_unequal_step,
@@ -47,7 +47,7 @@ from headstart.eval.speed import (
 from headstart.eval.statistics import LEVEL
 from headstart.eval.summary import summary
 from headstart.heads.batch import Batch, pack
-from headstart.heads.checkpoint import checkpoint_identity, load_head, same_checkpoint
+from headstart.heads.checkpoint import checkpoint_identity, load_head
 from headstart.heads.contract import Head
 from headstart.heads.errors import WrongInput
 from headstart.heads.paths import Path

@@ -119,9 +119,3 @@ def checkpoint_identity(folder: Path) -> dict[str, Any]:
         "sha256": head_hash(folder),
         "settings_sha256": hash_json(meaning),
     }
-
-
-def same_checkpoint(recorded: dict[str, Any], identity: dict[str, Any]) -> bool:
-    """Whether a record speaks of this head; older records name no settings."""
-    names = ("sha256", *(["settings_sha256"] if "settings_sha256" in recorded else []))
-    return all(recorded.get(name) == identity.get(name) for name in names)
