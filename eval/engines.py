@@ -212,9 +212,9 @@ def compare_run(
         record = read_json(folder / RECORD, RECORD_SCHEMA)
         settings = TargetSettings(model=record["target"]["name"], device="cpu")
         target = load_target(settings, record["taps"], "float32")
-        head = load_head(find_checkpoint(run, record["checkpoint"]["sha256"]), target).eval().pack()
+        head = load_head(find_checkpoint(run, record["checkpoint"]["sha256"]), target).eval()
         with rounded(head, DTYPES[record["dtype"]]):
-            drafter = HeadDrafter(head)
+            drafter = HeadDrafter(head.pack())  # packed while rounded: the layout does not follow its weights
             live = decode(target, prompts, drafter, draft_length, max_new_tokens, batch=8, whole_blocks=True)
         own_plain = [reply.token_ids for reply in decode(target, prompts, None, 0, max_new_tokens, batch=8)]
         target_folder = resolve_model(settings.model)
