@@ -217,6 +217,8 @@ def chain_difference(head: Head, served: ServedEagle3, depth: int = 4, seed: int
 @contextmanager
 def rounded(head: Head, dtype: torch.dtype) -> Iterator[None]:
     """Let the head compute with its trained tensors rounded to `dtype`, as the written ones are."""
+    if any(getattr(module, "packed", None) is not None for module in head.modules()):
+        raise ValueError("a packed head does not follow its weights: round it first, then pack it")
     kept = {name: tensor.detach().clone() for name, tensor in head.trained_tensors().items()}
     with torch.no_grad():
         for tensor in head.trained_tensors().values():

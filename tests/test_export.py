@@ -291,6 +291,12 @@ def test_a_bfloat16_folder_drafts_what_the_rounded_head_drafts(head, tmp_path):
         assert chain_difference(head, served) < 1e-4
 
 
+def test_a_packed_head_is_not_rounded_in_vain(tiny_target):
+    head = make_head(tiny_target).pack()
+    with pytest.raises(ValueError, match="round it first"), rounded(head, torch.bfloat16):
+        pass
+
+
 def test_a_folder_that_does_not_draft_alike_gets_no_name(tiny_target, tmp_path):
     head = make_head(tiny_target)
     head.midlayer.norm_before_residual = True  # the head computes something else than its settings say
