@@ -23,7 +23,7 @@ from headstart.eval.acceptance import (
 )
 from headstart.eval.decode import Reply, decode, live_counts
 from headstart.eval.drafters import HeadDrafter, ngram_acceptance
-from headstart.eval.gate import SCHEMAS, read_evals, same_checkpoint
+from headstart.eval.gate import SCHEMAS, read_evals, same_checkpoint, settings_hash
 from headstart.eval.identity import (
     Rescorer,
     first_unequal_step,
@@ -123,6 +123,7 @@ def evaluate(
     head = load_head(head_folder, target).to(target.device).eval().pack()
     subject = Subject(target, head, list(paths), settings, seed, tell)
     names = identity_of(head_folder, target, subject.paths, prompts_name)
+    names["settings_sha256"] = settings_hash(settings, seed)
     greedy = subject.sampling[0] == 0
     if not greedy and wanted & {"live", "lossless"}:
         tell("replies were sampled: greedy identity does not apply, the verdict stays inconclusive")
@@ -152,7 +153,7 @@ def evaluate(
             if not any(same_check(check, new) for new in checks)
         ]
         body = {"verdict": overall_verdict(checks), "checks": checks, "faults": []}
-        named = {name: names[name] for name in ("checkpoint", "target")}
+        named = {name: names[name] for name in ("checkpoint", "target", "settings_sha256")}
         write_json(folder / "lossless.json", {"schema": SCHEMAS["lossless"], **named, **body})
     results = read_evals(folder)
     tell(summary(results, settings.draft_length))

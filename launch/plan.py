@@ -73,7 +73,10 @@ def stages(recipe: Recipe, path: Path, checked: Checked, run: RunFolder) -> list
     step = int(last.name.removeprefix("step-")) if last else 0
     state = "runs" if not step else f"continues from step {step:,}" if step < recipe.train.num_steps else "done"
     rows.append(("train", "", f"{state} ({recipe.train.num_steps:,} steps)"))
-    rows += [("eval", "", "runs"), ("export", "", f"runs for {', '.join(recipe.export.engines) or 'no engine'}")]
+    rows += [
+        ("eval", "", "runs, or is reused for the same checkpoint"),
+        ("export", "", f"runs for {', '.join(recipe.export.engines) or 'no engine'}"),
+    ]
     return rows
 
 

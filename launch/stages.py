@@ -10,9 +10,11 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from headstart.eval.gate import is_measured, read_evals, settings_hash
 from headstart.eval.measure import evaluate
 from headstart.eval.report import write_report
-from headstart.heads.checkpoint import build_head
+from headstart.eval.summary import summary
+from headstart.heads.checkpoint import build_head, checkpoint_identity
 from headstart.heads.contract import Head
 from headstart.heads.features import FeatureReader
 from headstart.heads.paths import Path as ReplyPath
@@ -34,7 +36,11 @@ def run_train(recipe: Recipe, recipe_path: Path, run: RunFolder) -> None:
     targets = target_loader(recipe)
     traffic, features = run_traffic(recipe, recipe_path, run, targets)
     run_head(recipe, run, targets, traffic, features)
-    measure_head(recipe, run, targets)
+    if was_measured(recipe, run, targets):
+        print(f"eval: measured already; headstart eval {run.name} measures again")
+        print(summary(read_evals(run.eval), recipe.eval.draft_length))
+    else:
+        measure_head(recipe, run, targets)
     write_report(run.folder)
     for engine in recipe.export.engines:
         export_head(run.folder, engine, targets(), recipe.eval, recipe.export)
@@ -112,6 +118,13 @@ def new_head(recipe: Recipe, target: Target, paths: Sequence[ReplyPath]) -> Head
     head.to(target.device)
     head.load_target(target, initialise=True)
     return head
+
+
+def was_measured(recipe: Recipe, run: RunFolder, targets: TargetLoader) -> bool:
+    """Whether `best` has all its figures, measured with the recipe's settings."""
+    checkpoint = checkpoint_identity(checkpoint_folder(run.folder, "best"))
+    how = settings_hash(recipe.eval, recipe.run.seed)
+    return is_measured(read_evals(run.eval), checkpoint, targets.facts.fingerprint, how)
 
 
 def measure_head(

@@ -90,10 +90,17 @@ def test_a_second_run_trains_nothing_again(smoke: tuple[Path, str], monkeypatch:
     run, _ = smoke
     before = contents(run)
     monkeypatch.chdir(run.parent.parent)
-    done = run_smoke(run.parent.parent, "eval.live_prompts=2", "eval.speed_prompts=1", "eval.speed_repeats=1")
+    other = ("eval.live_prompts=2", "eval.speed_prompts=1", "eval.speed_repeats=1")
+    done = run_smoke(run.parent.parent, *other)
     assert done.returncode == 0, done.stderr[-3000:]
     assert contents(run) == before
     assert "tokens/s, " not in done.stdout.partition("acceptance:")[0].partition("draft vocabulary")[0]
+    assert "measured already" not in done.stdout  # the settings of eval are others
+    measured = {path: path.stat().st_mtime_ns for path in (run / "eval").iterdir()}
+    again = run_smoke(run.parent.parent, *other)
+    assert again.returncode == 0, again.stderr[-3000:]
+    assert "eval: measured already" in again.stdout
+    assert {path: path.stat().st_mtime_ns for path in (run / "eval").iterdir()} == measured
 
 
 def test_another_recipe_is_refused_the_name(
