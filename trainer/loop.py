@@ -50,15 +50,23 @@ class Job:
     rows: TrainingRows
     settings: TrainSettings
     precision: Precision
+    draft_length: int = 4  # acceptance at this length chooses `best`
     rank: int = 0
     world: int = 1
 
     @classmethod
-    def open(cls, head: Head, output_weight_VH: Tensor, rows: TrainingRows, settings: TrainSettings) -> "Job":
+    def open(
+        cls,
+        head: Head,
+        output_weight_VH: Tensor,
+        rows: TrainingRows,
+        settings: TrainSettings,
+        draft_length: int = 4,
+    ) -> "Job":
         precision = choose_precision(settings.dtype, head.device)
         dtype = torch.bfloat16 if precision.dtype == torch.bfloat16 else head.output_weight().dtype
         teacher = Teacher(output_weight_VH.to(head.device), head.draft_ids_V, dtype)
-        return cls(head, teacher, make_optimizer(head, settings), rows, settings, precision)
+        return cls(head, teacher, make_optimizer(head, settings), rows, settings, precision, draft_length)
 
     @cached_property
     def identity(self) -> dict[str, Any]:
@@ -71,8 +79,8 @@ class Job:
         target = {f"target.{k}": v for k, v in self.head.facts.fingerprint.items()}
         return {
             **settings, **loss, **head, **target, "head.kind": self.head.kind, "train.dtype": str(self.precision.dtype),
-            "draft_ids": hash_ids(self.head.draft_ids_V.cpu().numpy()), "paths": self.rows.identity(),
-            "seed": self.rows.seed, "world": self.world, "device": self.head.device.type,
+            "eval.draft_length": self.draft_length, "draft_ids": hash_ids(self.head.draft_ids_V.cpu().numpy()),
+            "paths": self.rows.identity(), "seed": self.rows.seed, "world": self.world, "device": self.head.device.type,
         }  # fmt: skip
 
 
@@ -112,7 +120,7 @@ def train(
         KeyboardInterrupt: asked to stop; a checkpoint of the last whole step is written.
     """
     keep_freed_memory()
-    job = Job.open(head, output_weight_VH, rows, settings)
+    job = Job.open(head, output_weight_VH, rows, settings, draft_length)
     metrics, checkpoints = MetricsFile(folder / METRICS), folder / "checkpoints"
     progress = resume(job, checkpoints)
     if progress and progress.step == settings.num_steps:
@@ -125,7 +133,7 @@ def train(
             progress = Progress()
             size = rehearse(checkpoints, head, job.optimizer, job.identity)
             print(f"a checkpoint takes {size / 1e6:,.1f} MB; saving and loading one works")
-            tracker.log(metrics.write(0, 0, measure(head, validation, draft_length)))
+            tracker.log(metrics.write(0, 0, measure(head, validation, job.draft_length)))
         pace = Pace(progress.step, settings.num_steps)
         while progress.step < settings.num_steps:
             step, began = progress.step + 1, time.perf_counter()
@@ -141,7 +149,7 @@ def train(
             if evaluate or step % settings.log_every == 0:
                 line = describe(job, progress, result, window)
             if evaluate:
-                line |= measure(head, validation, draft_length)
+                line |= measure(head, validation, job.draft_length)
             if line:
                 tracker.log(metrics.write(step, progress.tokens, line))
                 print(progress_line(step, line, pace), flush=True)
