@@ -36,7 +36,7 @@ def save_head(folder: Path, head: Head, step: int, extra: dict[str, Any] | None 
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in head.trained_tensors().items()}
     tensors["draft_ids"] = head.draft_ids_V.cpu()
     with atomic_path(folder / WEIGHTS) as temporary:
-        save_file(tensors, temporary, metadata={"format": "pt"})
+        write_tensors(temporary, tensors)
     write_json(
         folder / DESCRIPTION,
         {
@@ -102,6 +102,12 @@ def read_tensors(file: Path) -> dict[str, torch.Tensor]:
             f"{file}: found no whole safetensors file ({error}).\nThe checkpoint is damaged: use another one of the run "
             "(checkpoints/last and checkpoints/best name them), or train again."
         ) from None
+
+
+def write_tensors(file: Path, tensors: dict[str, torch.Tensor], metadata: dict[str, str] | None = None) -> None:
+    """A safetensors file that others may read, who serve the head under another user; the library writes 0600."""
+    save_file(tensors, file, metadata=metadata or {"format": "pt"})
+    file.chmod(0o644)
 
 
 def head_hash(folder: Path) -> str:

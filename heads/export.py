@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from headstart.heads.card import RECORD, RECORD_SCHEMA
+from headstart.heads.checkpoint import write_tensors
 from headstart.heads.contract import Head
 from headstart.heads.eagle3 import Eagle3
 from headstart.heads.errors import WrongInput
@@ -45,7 +45,7 @@ def write_eagle3(
     with fresh_folder(out) as folder:
         chosen = export_dtype(dtype, head)
         write_json(folder / "config.json", eagle3_config(head, engine, chosen))
-        save_file(eagle3_tensors(head, chosen), folder / "model.safetensors", metadata={"format": "pt"})
+        write_tensors(folder / "model.safetensors", eagle3_tensors(head, chosen))
         served = read_eagle3(folder, engine, head.facts, head.embedding_VH)
         with rounded(head, DTYPES[chosen]):
             difference = chain_difference(head, served)

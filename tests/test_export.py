@@ -291,6 +291,11 @@ def test_a_bfloat16_folder_drafts_what_the_rounded_head_drafts(head, tmp_path):
         assert chain_difference(head, served) < 1e-4
 
 
+def test_an_export_can_be_read_by_the_user_that_serves_it(head, tmp_path):
+    folder = write_eagle3(head, tmp_path / "vllm", "vllm")
+    assert all(file.stat().st_mode & 0o044 == 0o044 for file in folder.iterdir())
+
+
 def test_a_packed_head_is_not_rounded_in_vain(tiny_target):
     head = make_head(tiny_target).pack()
     with pytest.raises(ValueError, match="round it first"), rounded(head, torch.bfloat16):

@@ -14,10 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
-from headstart.heads.checkpoint import WEIGHTS, read_tensors, save_head
+from headstart.heads.checkpoint import WEIGHTS, read_tensors, save_head, write_tensors
 from headstart.heads.contract import Head
 from headstart.heads.errors import WrongInput
 from headstart.heads.store import atomic_path, read_json, write_json
@@ -78,7 +77,7 @@ def save_checkpoint(
     save_head(temporary, head, step=progress.step)
     tensors = optimizer_tensors(head, optimizer)
     tensors[RANDOM_STATE] = torch.get_rng_state()
-    save_file(tensors, temporary / "trainer" / "optimizer.safetensors")
+    write_tensors(temporary / "trainer" / "optimizer.safetensors", tensors)
     state = {"schema": STATE_SCHEMA, **vars(progress), "identity": identity}
     write_json(temporary / "trainer" / "state.json", state)
     for path in sorted(temporary.rglob("*")):

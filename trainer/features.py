@@ -5,8 +5,8 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors.torch import save_file
 
+from headstart.heads.checkpoint import write_tensors
 from headstart.heads.errors import WrongInput
 from headstart.heads.features import to_stored, write_metadata
 from headstart.heads.store import Stage, atomic_path, stage_inputs
@@ -82,8 +82,7 @@ def write_shard(features: Stage, chunk: "Chunk", states: list[States], taps: lis
     prompt_ids = [prompt.prompt_id for prompt in chunk.prompts]
     name = shard_name(chunk.number)
     with atomic_path(features.folder / name) as temporary:
-        save_file(shard_tensors(states), temporary, metadata=write_metadata(prompt_ids, taps, features.key))
-        temporary.chmod(0o644)  # safetensors writes files that only their owner can read
+        write_tensors(temporary, shard_tensors(states), write_metadata(prompt_ids, taps, features.key))
     features.record(name, len(prompt_ids))
 
 
