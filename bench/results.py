@@ -4,13 +4,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from headstart.heads.intervals import interval_text
 from headstart.heads.store import read_json
 
-
-def interval(value: dict[str, Any], digits: int = 2) -> str:
-    if value["value"] is None:
-        return "not measured"
-    return f"{value['value']:.{digits}f} [{value['low']:.{digits}f}, {value['high']:.{digits}f}]"
+MISSING = "not measured"
 
 
 def offline(rows: list[dict[str, Any]], lookup: bool, draft_length: int) -> str:
@@ -18,8 +15,8 @@ def offline(rows: list[dict[str, Any]], lookup: bool, draft_length: int) -> str:
     for row in rows:
         whole = row["source"] == "offline" and row["route"] == row["context"] == "all" and row["draft"] == "greedy"
         if whole and row["draft_length"] == draft_length and (row["drafter"] == "ngram") == lookup:
-            return interval(row["accept_len"])
-    return "not measured"
+            return interval_text(row["accept_len"], missing=MISSING)
+    return MISSING
 
 
 def main(run: Path) -> None:
@@ -32,7 +29,7 @@ def main(run: Path) -> None:
     print("| --- | --- | --- | --- | --- |")
     for length in sorted({row["draft_length"] for row in acceptance["rows"] if row["source"] == "offline"}):
         timed = [row for row in speed["rows"] if row["draft_length"] == length and row["drafter"] != "ngram"]
-        speedup = interval(timed[0]["speedup"]) if timed else "not measured"
+        speedup = interval_text(timed[0]["speedup"] if timed else None, missing=MISSING)
         head, lookup = (offline(acceptance["rows"], of_lookup, length) for of_lookup in (False, True))
         print(f"| {machine} | {length} | {head} | {speedup} | {lookup} |")
 

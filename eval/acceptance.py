@@ -272,4 +272,5 @@ def survival_intervals(accepted_RK: np.ndarray, judged_RK: np.ndarray, weights_B
     """survival[k] = product of conditional[0..k], by definition, in every bootstrap replicate too."""
     value_K = np.cumprod(ratio(accepted_RK.sum(0), judged_RK.sum(0)))
     samples_BK = np.cumprod(ratio(weights_BR @ accepted_RK, weights_BR @ judged_RK), axis=1)
-    return [interval(float(value_K[k]), samples_BK[:, k]) for k in range(len(value_K))]
+    num_prompts = int(np.count_nonzero(judged_RK[:, 0]))
+    return [interval(float(value_K[k]), samples_BK[:, k], num_prompts) for k in range(len(value_K))]

@@ -71,9 +71,10 @@ def failures(evals: dict[str, Any], settings: EvalSettings) -> list[str]:
             problems.append(f"eval/acceptance.json has no row of the head at draft length {settings.draft_length}")
         for row in rows:
             accept_len = row["accept_len"]
-            if accept_len["value"] is None or accept_len["high"] < settings.min_accept_len:
+            most = accept_len["value"] if accept_len["high"] is None else accept_len["high"]
+            if most is None or most < settings.min_accept_len:
                 problems.append(
-                    f"accept_len {accept_len['value']} ({row['source']}, at most {accept_len['high']}) is below "
+                    f"accept_len {accept_len['value']} ({row['source']}, at most {most}) is below "
                     f"eval.min_accept_len = {settings.min_accept_len}"
                 )
     if (agreed := (acceptance or {}).get("live_agreement")) and agreed["unexplained"]:

@@ -2,41 +2,36 @@
 
 Three measurements of one checkpoint on the held-out replies, in this order, each in a file of its own:
 
-    acceptance.json   exact offline acceptance in float32, per position and route; n-gram lookup and a live run beside it
+    acceptance.json   exact offline acceptance in float32, per position, route and prompt length; n-gram lookup and a live
+                      run (`live.py`) beside it; the sums of each prompt are in prompts.json (`prompt_sums.py`)
     lossless.json     greedy identity of live replies with the recorded ones, plain decoding and transformers.generate
     speed.json        tokens per second against plain decoding, interleaved, at concurrency 1
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from pathlib import Path as FilePath
 from typing import Any
 
 import torch
 
 from headstart.eval.acceptance import (
-    PromptCounts,
     ReplyAcceptance,
-    acceptance_row,
+    accept_len_interval,
     count_replies,
     reply_acceptance,
 )
-from headstart.eval.decode import Reply, decode, live_counts
-from headstart.eval.drafters import HeadDrafter, ngram_acceptance
-from headstart.eval.gate import SCHEMAS, read_evals, same_checkpoint, settings_hash
-from headstart.eval.identity import (
-    Rescorer,
-    first_unequal_step,
-    identity_check,
-    is_draft_tie,
-    overall_verdict,
-)
+from headstart.eval.contexts import by_context
+from headstart.eval.drafters import ngram_acceptance
+from headstart.eval.gate import SCHEMAS, of_checkpoint, read_evals, same_checkpoint, settings_hash
+from headstart.eval.identity import overall_verdict
+from headstart.eval.live import measure_live
+from headstart.eval.prompt_sums import write_sums
 from headstart.eval.settings import EvalSettings
 from headstart.eval.speed import (
     absolute_speeds,
     balanced,
     choose_speed_dtype,
-    generate,
+    crossover,
     hardware,
     measure_speed,
     memory_bandwidth_bound,
@@ -44,52 +39,17 @@ from headstart.eval.speed import (
     speed_checks,
     speed_row,
 )
-from headstart.eval.statistics import LEVEL
+from headstart.eval.statistics import LEVEL, looks, relative_width
+from headstart.eval.subject import Subject, read_batches
 from headstart.eval.summary import summary
-from headstart.heads.batch import Batch, pack
 from headstart.heads.checkpoint import checkpoint_identity, load_head
-from headstart.heads.contract import Head
 from headstart.heads.errors import WrongInput
+from headstart.heads.intervals import interval_text
 from headstart.heads.paths import Path
 from headstart.heads.store import hash_json, read_json, write_json
 from headstart.heads.target import Target
 
-READ_PATHS = 16  # held-out paths whose features are in memory at once
-IDENTITY_PROMPTS = 16  # prompts also decoded plainly and by transformers.generate
 REPEAT_LENGTH = 8  # tokens of the n-grams whose repetition is told beside acceptance
-
-
-@dataclass
-class Subject:
-    """What is measured: one head on one target (in float32), on recorded replies of one sampling setting."""
-
-    target: Target
-    head: Head
-    paths: list[Path]
-    settings: EvalSettings
-    seed: int
-    tell: Callable[[str], None]
-
-    @property
-    def sampling(self) -> tuple[float, int, float]:
-        sampling = self.paths[0].sampling
-        return (
-            float(sampling.get("temperature", 0.0)),
-            int(sampling.get("top_k", 0)),
-            float(sampling.get("top_p", 1.0)),
-        )
-
-    def row(self, counts: Sequence[PromptCounts], **names: Any) -> dict[str, Any]:
-        temperature, top_k, top_p = self.sampling
-        return acceptance_row(
-            counts,
-            temperature=temperature,
-            top_k=top_k,
-            top_p=top_p,
-            replicates=self.settings.replicates,
-            seed=self.seed,
-            **names,
-        )
 
 
 def evaluate(
@@ -101,15 +61,18 @@ def evaluate(
     *,
     parts: Sequence[str] = (),
     prompts_name: str = "heldout",
+    routes: Sequence[str] = (),
     seed: int = 0,
     tell: Callable[[str], None] = print,
 ) -> dict[str, Any]:
-    """Measure a saved head on held-out paths, write the three files, and print the table.
+    """Measure a saved head on held-out paths, write the files, and print the table.
 
     Args:
         load_target: gives the target, with the head's taps, in a named dtype.
         paths: held-out replies, recorded in float32 at one sampling setting.
-        parts: of `live`, `lossless`, `speed`: what is measured beside offline acceptance; none named means all.
+        parts: of `live`, `lossless`, `speed`: what is measured beside offline acceptance, or `offline` for nothing else;
+            none named means all.
+        routes: routes that prompts carry; one without held-out replies is shown as empty.
 
     Returns:
         The contents of acceptance.json, lossless.json and speed.json by name; None for a file that does not exist.
@@ -121,25 +84,24 @@ def evaluate(
     wanted = set(parts) or {"live", "lossless", "speed"}
     target = load_target("float32")
     head = load_head(head_folder, target).to(target.device).eval().pack()
-    subject = Subject(target, head, list(paths), settings, seed, tell)
-    names = identity_of(head_folder, target, subject.paths, prompts_name)
-    names["settings_sha256"] = settings_hash(settings, seed)
+    all_routes = sorted({*routes, *(path.route for path in paths)})
+    subject = Subject(target, head, list(paths), all_routes, settings, seed, tell)
     greedy = subject.sampling[0] == 0
     if not greedy and wanted & {"live", "lossless"}:
         tell("replies were sampled: greedy identity does not apply, the verdict stays inconclusive")
 
-    replies, rows = measure_acceptance(subject)
+    replies = head_acceptance(subject)
+    names = identity_of(head_folder, target, subject.paths, prompts_name)
+    names["settings_sha256"] = settings_hash(settings, seed)
+    rows, sums = measure_acceptance(subject, replies)
     extra: dict[str, Any] = {"repeated_8grams": repeated_ngrams(subject.paths)}
     checks: list[dict[str, Any]] = []
     if greedy and wanted & {"live", "lossless"}:
         live_rows, checks, extra["live_agreement"] = measure_live(subject, replies)
         rows += live_rows
-    environment = {"device": str(target.device), "dtype": "float32", "threads": torch.get_num_threads()}
-    interval = {"level": LEVEL, "kind": "bootstrap over prompts", "replicates": settings.replicates, "seed": seed}
     folder.mkdir(parents=True, exist_ok=True)
-    kept = [row for row in kept_entries(folder, "acceptance", "rows", names) if not measured_again(row, rows)]
-    body = {"environment": environment, "interval": interval, "rows": rows + kept, **extra}
-    write_json(folder / "acceptance.json", {"schema": SCHEMAS["acceptance"], **names, **body})
+    write_acceptance(subject, folder, names, rows, extra)
+    write_prompt_sums(subject, folder, names, sums)
 
     if greedy and "speed" in wanted:
         prompt = subject.paths[0].token_N[: subject.paths[0].num_prompt_tokens].tolist()
@@ -147,16 +109,9 @@ def evaluate(
         dtype, _ = choose_speed_dtype(load_target, settings.speed_dtype, prompt)
         checks += write_speed(load_target(dtype), head_folder, subject, folder, names, rows)
     if checks or not greedy:
-        checks += [
-            check
-            for check in kept_entries(folder, "lossless", "checks", names)
-            if not any(same_check(check, new) for new in checks)
-        ]
-        body = {"verdict": overall_verdict(checks), "checks": checks, "faults": []}
-        named = {name: names[name] for name in ("checkpoint", "target", "settings_sha256")}
-        write_json(folder / "lossless.json", {"schema": SCHEMAS["lossless"], **named, **body})
+        write_lossless(folder, names, checks, tell)
     results = read_evals(folder)
-    tell(summary(results, settings.draft_length))
+    tell(summary(of_checkpoint(results, names["checkpoint"]), settings.draft_length))
     return results
 
 
@@ -184,124 +139,124 @@ def identity_of(head_folder: FilePath, target: Target, paths: Sequence[Path], pr
     }
 
 
-def read_batches(target: Target, head: Head, paths: Sequence[Path]) -> Iterator[Batch]:
-    """Held-out paths with teacher-forced features, a few at a time."""
-    for begin in range(0, len(paths), READ_PATHS):
-        chunk = paths[begin : begin + READ_PATHS]
-        states = target.read([path.token_N for path in chunk])
-        batch = pack([(path, s.taps, s.final) for path, s in zip(chunk, states, strict=True)])
-        yield batch.to(head.device)
+def head_acceptance(subject: Subject) -> list[ReplyAcceptance]:
+    """Acceptance of the head's greedy drafts along every held-out reply, or along as many as the stopping rule takes.
+
+    The rule (`eval.stop_at_width`) looks at the interval of accept_len after numbers of prompts that are fixed beforehand,
+    and at nothing but its width: the value has no part in when to stop, so the interval keeps its coverage. Prompts are
+    taken in the order of their ids, hashes of their content, which no result can bend; `subject.paths` become those
+    taken.
+    """
+    target, head, settings = subject.target, subject.head, subject.settings
+    longest = max(settings.draft_lengths)
+    subject.tell(f"acceptance: {len(subject.paths)} held-out replies, draft lengths {settings.draft_lengths}")
+    if not settings.stop_at_width:
+        return reply_acceptance(head, read_batches(target, head, subject.paths), longest)
+    order = sorted(subject.paths, key=lambda path: path.prompt_id)
+    replies: list[ReplyAcceptance] = []
+    width = float("inf")
+    for number in looks(len(order)):
+        replies += reply_acceptance(head, read_batches(target, head, order[len(replies) : number]), longest)
+        found = accept_len_interval(count_replies(replies, settings.draft_length), settings.replicates, subject.seed)
+        width = relative_width(found)
+        subject.tell(f"after {number} prompts: accept_len {interval_text(found)}, {width:.1%} wide")
+        if width <= settings.stop_at_width:
+            break
+    else:
+        advice = ""
+        if width < float("inf"):  # widths fall with the root of the number of prompts
+            advice = f"; about {len(order) * (width / settings.stop_at_width) ** 2:.0f} prompts would do"
+        subject.tell(f"no prompts are left, and the interval is wider than {settings.stop_at_width:.1%}{advice}")
+    taken = {reply.prompt_id: reply for reply in replies}
+    subject.paths = [path for path in subject.paths if path.prompt_id in taken]
+    return [taken[path.prompt_id] for path in subject.paths]
 
 
-def measure_acceptance(subject: Subject) -> tuple[list[ReplyAcceptance], list[dict[str, Any]]]:
-    """Offline rows of the head and n-gram lookup: every draft length, all prompts and each route."""
+def measure_acceptance(
+    subject: Subject, replies: list[ReplyAcceptance]
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Offline rows of the head and n-gram lookup, and the rows of prompts.json they are sums of.
+
+    Every draft length has a row over all prompts, one for each route, and one for each bucket of prompt lengths.
+    """
     target, head, paths, settings = subject.target, subject.head, subject.paths, subject.settings
     longest = max(settings.draft_lengths)
-    subject.tell(f"acceptance: {len(paths)} held-out replies, draft lengths {settings.draft_lengths}")
-    replies = reply_acceptance(head, read_batches(target, head, paths), longest)
     sources = [(head.kind, "greedy", replies)]
     if subject.sampling == (1.0, 0, 1.0):
         sampled = reply_acceptance(head, read_batches(target, head, paths), longest, temperature=1.0)
         sources.append((head.kind, "sampled", sampled))
     if settings.ngram:
         sources.append(("ngram", "greedy", ngram_acceptance(paths, longest)))
-    rows = []
+    prompt_tokens = {path.prompt_id: path.num_prompt_tokens for path in paths}
+    rows: list[dict[str, Any]] = []
+    sums: list[dict[str, Any]] = []
     for drafter, draft, accepted in sources:
         for length in settings.draft_lengths:
             counts = count_replies(accepted, length)
-            for route in ("all", *sorted({path.route for path in paths})):
-                names = {"source": "offline", "drafter": drafter, "draft": draft}
-                rows.append(subject.row(counts, draft_length=length, route=route, **names))
-    return replies, rows
+            names = {"drafter": drafter, "draft": draft, "draft_length": length}
+            rows += [subject.row(counts, source="offline", route=route, **names) for route in ("all", *subject.routes)]
+            for context, held in by_context(counts, prompt_tokens).items():
+                rows.append(subject.row(held, source="offline", context=context, **names))
+            sums.append({**names, "num_steps": [c.num_steps for c in counts]})
+    return rows, sums
 
 
-def measure_live(
-    subject: Subject, offline: Sequence[ReplyAcceptance]
-) -> tuple[list[dict[str, Any]], list[dict[str, Any]], dict[str, Any]]:
-    """Decode held-out prompts live in float32: rows by both counting rules, identity checks, agreement with offline."""
-    target, head, settings = subject.target, subject.head, subject.settings
-    paths = balanced(subject.paths, settings.live_prompts or len(subject.paths))
-    prompt_ids, routes = [path.prompt_id for path in paths], [path.route for path in paths]
-    prompts = [path.token_N[: path.num_prompt_tokens].tolist() for path in paths]
-    recorded = [path.token_N[path.num_prompt_tokens :].tolist() for path in paths]
-    limit = max(path.num_reply_tokens for path in paths)
-    length, batch = settings.draft_length, settings.live_batch
-
-    def progress(done: int, num: int) -> None:
-        subject.tell(f"live: {done} of {num} replies")
-
-    live = decode(target, prompts, HeadDrafter(head), length, limit, batch=batch, whole_blocks=True, progress=progress)
-    stored = {path.prompt_id: i for i, path in enumerate(subject.paths)}
-
-    def counts(counting: str) -> list[PromptCounts]:
-        """In stored order, so that the replicates are those of the offline rows."""
-        return sorted(live_counts(live, prompt_ids, routes, length, counting), key=lambda c: stored[c.prompt_id])
-
-    rows = [
-        subject.row(
-            counts(counting),
-            source="live",
-            drafter=head.kind,
-            draft_length=length,
-            counting=counting,
-        )
-        for counting in ("reply", "engine")
-    ]
-    rescorer = Rescorer(target)
-    few = slice(0, IDENTITY_PROMPTS)
-    plain = decode(target, prompts[few], None, 0, limit, batch=batch)
-    replies = {
-        ("recorded", length): [reply.token_ids for reply in live],
-        ("recorded", 0): [reply.token_ids for reply in plain],
-        ("generate", 0): [reply.token_ids for reply in plain],
+def write_acceptance(
+    subject: Subject, folder: FilePath, names: dict[str, Any], rows: list[dict[str, Any]], extra: dict[str, Any]
+) -> None:
+    """acceptance.json; rows and the live agreement that were measured before on the same checkpoint and prompts stay."""
+    file = folder / "acceptance.json"
+    environment = {"device": str(subject.target.device), "dtype": "float32", "threads": torch.get_num_threads()}
+    interval = {
+        "level": LEVEL,
+        "kind": "bootstrap over prompts",
+        "replicates": subject.settings.replicates,
+        "seed": subject.seed,
+        "method": "percentiles, expanded for the number of prompts",
     }
-    generated: list[list[int]] = []
-    for begin in range(0, len(prompts[few]), batch):
-        generated += generate(target, prompts[few][begin : begin + batch], limit)
-    checks: list[dict[str, Any]] = []
-    for (against, draft_length), tokens in replies.items():
-        reference = generated if against == "generate" else recorded
-        num = len(tokens)
-        checks.append(
-            identity_check(
-                rescorer,
-                prompt_ids[:num],
-                prompts[:num],
-                reference[:num],
-                tokens,
-                against=against,
-                draft_length=draft_length,
-                batch=batch,
+    kept = [row for row in kept_entries(file, "rows", names) if not measured_again(row, rows)]
+    if "live_agreement" not in extra and (agreed := kept_entries(file, "live_agreement", names)):
+        extra["live_agreement"] = agreed
+    body = {"environment": environment, "interval": interval, "rows": rows + kept, **extra}
+    write_json(file, {"schema": SCHEMAS["acceptance"], **names, **body})
+
+
+def write_prompt_sums(
+    subject: Subject, folder: FilePath, names: dict[str, Any], sums: Sequence[dict[str, Any]]
+) -> None:
+    temperature, top_k, top_p = subject.sampling
+    content = {
+        "target": names["target"],
+        "prompts": names["prompts"],
+        "sampling": {"temperature": temperature, "top_k": top_k, "top_p": top_p},
+        "prompt_ids": [path.prompt_id for path in subject.paths],
+        "routes": [path.route for path in subject.paths],
+        "prompt_tokens": [path.num_prompt_tokens for path in subject.paths],
+        "num_tokens": [max(path.num_reply_tokens - 1, 0) for path in subject.paths],
+    }
+    own = names["checkpoint"]
+    write_sums(folder, content, [{"checkpoint": own if row["drafter"] == own["kind"] else None, **row} for row in sums])
+
+
+def write_lossless(
+    folder: FilePath, names: dict[str, Any], checks: list[dict[str, Any]], tell: Callable[[str], None]
+) -> None:
+    """lossless.json. A check made before on this checkpoint stays until it is made again at its own settings.
+
+    A failed one too: measured at another draft length or batch a fault may not show, and the weights are the same.
+    """
+    file = folder / "lossless.json"
+    kept = [check for check in kept_entries(file, "checks", names) if not any(same_check(check, new) for new in checks)]
+    for check in kept:
+        if check["verdict"] == "fail":
+            tell(
+                f"a failed check made earlier stays until the same check passes: {check['name']} against "
+                f"{check.get('against')} in {check['dtype']}, draft length {check['draft_length']}, batch {check['batch']}"
             )
-        )
-        checks[-1]["drafter"] = head.kind if draft_length else "plain"
-    by_id = {reply.prompt_id: reply for reply in offline}
-    return rows, checks, agreement(subject, paths, [by_id[i] for i in prompt_ids], live)
-
-
-def agreement(
-    subject: Subject, paths: Sequence[Path], offline: Sequence[ReplyAcceptance], live: Sequence[Reply]
-) -> dict[str, Any]:
-    """Whether live replies took exactly the steps computed offline; where not, whether a tie of draft logits is why."""
-    equal, certified, unexplained, parted = 0, 0, [], 0
-    for path, expected, reply in zip(paths, offline, live, strict=True):
-        if reply.token_ids != path.token_N[path.num_prompt_tokens :].tolist():
-            parted += 1  # other tokens, other steps: the identity check judges it
-            continue
-        differing = first_unequal_step(expected, reply)
-        if differing is None:
-            equal += 1
-        elif is_draft_tie(subject.head, next(read_batches(subject.target, subject.head, [path])), *differing):
-            certified += 1
-        else:
-            unexplained.append(path.prompt_id)
-    return {
-        "num_replies": len(live),
-        "num_equal": equal,
-        "num_draft_ties": certified,
-        "num_other_tokens": parted,
-        "unexplained": unexplained,
-    }
+    checks = [*checks, *kept]
+    named = {name: names[name] for name in ("checkpoint", "target", "settings_sha256")}
+    body = {"verdict": overall_verdict(checks), "checks": checks, "faults": []}
+    write_json(file, {"schema": SCHEMAS["lossless"], **named, **body})
 
 
 def write_speed(
@@ -328,7 +283,8 @@ def write_speed(
     for row in acceptance_rows:
         if (row["source"], row["drafter"], row["draft"]) == ("offline", head.kind, "greedy") and row["route"] != "all":
             by_route.setdefault(row["draft_length"], {})[row["route"]] = row["accept_len"]["value"]
-    kept = [row for row in kept_entries(folder, "speed", "rows", names) if row["engine"] != "reference"]
+    kept = [row for row in kept_entries(folder / "speed.json", "rows", names) if row["engine"] != "reference"]
+    recommended = recommend(rows, head.kind, by_route)
     write_json(
         folder / "speed.json",
         {
@@ -337,8 +293,8 @@ def write_speed(
             "hardware": hardware(target.device),
             "absolute": absolute_speeds(timings, memory_bandwidth_bound(target)),
             "rows": rows + kept,
-            "recommended": recommend(rows, head.kind, by_route),
-            "crossover_concurrency": None,
+            "recommended": recommended,
+            "crossover_concurrency": crossover(recommended),
         },
     )
     return checks
@@ -357,19 +313,15 @@ def repeated_ngrams(paths: Sequence[Path]) -> dict[str, float | None]:
     return {route: repeated[route] / num if num else None for route, num in total.items()}
 
 
-def kept_entries(folder: FilePath, name: str, entries: str, names: dict[str, Any]) -> list[dict[str, Any]]:
-    """Rows or checks already measured on this very checkpoint (and prompts, where the file names them)."""
-    file = folder / f"{name}.json"
+def kept_entries(file: FilePath, entry: str, names: dict[str, Any]) -> Any:
+    """What a file says already of this very checkpoint and target (and prompts, where it names them); empty if nothing."""
     if not file.exists():
         return []
-    old = read_json(file, SCHEMAS[name])
-    if (
-        not same_checkpoint(old["checkpoint"], names["checkpoint"])
-        or old.get("prompts", names["prompts"]) != names["prompts"]
-    ):
+    old = read_json(file, SCHEMAS[file.stem])
+    same = all(old.get(name, names[name]) == names[name] for name in ("target", "prompts"))
+    if not same or not same_checkpoint(old["checkpoint"], names["checkpoint"]):
         return []
-    found: list[dict[str, Any]] = old[entries]
-    return found
+    return old.get(entry, [])
 
 
 def measured_again(row: dict[str, Any], new: Sequence[dict[str, Any]]) -> bool:

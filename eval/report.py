@@ -1,4 +1,4 @@
-"""report.md of a run: its figures in tables, two plots, and how to read them. Made from files only; nothing is measured."""
+"""report.md of a run: its figures in tables, plots, and how to read them. Made from files only; nothing is measured."""
 
 import json
 from collections.abc import Sequence
@@ -6,21 +6,27 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from headstart.eval.gate import read_evals
+from headstart.eval.contexts import break_even_text, context_rows, counted, step_cost
+from headstart.eval.gate import of_checkpoint, read_evals
+from headstart.eval.plots import plot_acceptance, plot_lengths, plot_training
 from headstart.eval.summary import (
+    context_table,
+    drafter_text,
+    drafts_kept,
     find_rows,
-    interval_text,
+    main_row,
     number_text,
     plain_below_generate,
+    recommended_text,
+    route_table,
     routes_lost_to_ngram,
 )
 from headstart.heads.errors import WrongInput
+from headstart.heads.intervals import interval_text
 from headstart.heads.store import atomic_path
 
 REPORT = "report.md"
-ACCEPTANCE_PLOT, TRAINING_PLOT = "acceptance.png", "training.png"
+ACCEPTANCE_PLOT, LENGTHS_PLOT, TRAINING_PLOT = "acceptance.png", "lengths.png", "training.png"
 
 HOW_TO_READ = """\
 ## How to read this
@@ -34,6 +40,7 @@ HOW_TO_READ = """\
   no draft is sampled and nothing is averaged over starts that serving never meets. **live** decoded the prompts for real.
 - **[low, high]** is a 95 % interval from drawing the prompts anew with replacement: what other prompts of the same kind
   would give. It does not cover other kinds of prompts.
+- **prompt length** counts the tokens the target reads before its reply; bucket a-b holds prompts of a to b - 1 tokens.
 - **lossless** is a verdict: replies with the head are token for token the target's own, or part where two tokens' logits
   are equal but for rounding (each such place was scored again in float64 and is listed in `eval/lossless.json`).
 - **speedup** is tokens/s with the head over tokens/s of plain decoding by the same code at draft length 0, in the same
@@ -52,14 +59,17 @@ def write_report(run: Path) -> Path:
     results = read_evals(run / "eval")
     if results["acceptance"] is None:
         raise WrongInput(f"{run}: found no eval/acceptance.json.\nMeasure the run first: headstart eval {run}")
+    results = of_checkpoint(results, results["acceptance"]["checkpoint"])
     acceptance, curve = results["acceptance"], read_curve(run / "metrics.jsonl")
     plot_acceptance(acceptance, run / ACCEPTANCE_PLOT)
+    main = main_row(acceptance, acceptance["checkpoint"]["kind"])
     parts = [
         headline(results),
         acceptance_part(acceptance),
         f"![Acceptance by position]({ACCEPTANCE_PLOT})\n\nShare of judged drafts that were accepted, by position; bars "
         "are 95 % intervals over prompts.",
-        route_part(acceptance),
+        route_part(acceptance, main["draft_length"]) if main else "",
+        length_part(acceptance, results["speed"], main["draft_length"], run / LENGTHS_PLOT) if main else "",
         lossless_part(results["lossless"]),
         speed_part(results["speed"]),
     ]
@@ -74,15 +84,6 @@ def write_report(run: Path) -> Path:
     with atomic_path(path) as temporary:
         temporary.write_text("\n\n".join(part.strip() for part in parts if part) + "\n", encoding="utf-8")
     return path
-
-
-def main_row(acceptance: dict[str, Any], drafter: str, source: str = "offline") -> dict[str, Any] | None:
-    """The row over all prompts at the reported draft length: the live run's, else the longest measured."""
-    live = find_rows(acceptance, source="live", counting="reply", route="all")
-    rows = find_rows(acceptance, source=source, drafter=drafter, counting="reply", route="all", draft="greedy")
-    if live:
-        rows = [row for row in rows if row["draft_length"] == live[0]["draft_length"]] or rows
-    return max(rows, key=lambda row: row["draft_length"], default=None)
 
 
 def headline(results: dict[str, Any]) -> str:
@@ -124,27 +125,30 @@ def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 def acceptance_part(acceptance: dict[str, Any]) -> str:
     rows = [row for row in acceptance["rows"] if row["route"] == "all" and row["context"] == "all"]
     depth = max(row["draft_length"] for row in rows)
-    header = ["drafter", "source", "counting", "draft length", "accept_len", *(f"a_{k}" for k in range(depth))]
-    header += ["uniform starts", "product of marginals"]
+    header = ["drafter", "source", "counting", "draft length", "accept_len", "drafts kept"]
+    header += ["uniform starts", "product of marginals", *(f"a_{k}" for k in range(depth))]
     lines = [
         [
-            row["drafter"] + ("" if row["draft"] == "greedy" else f" ({row['draft']})"),
+            drafter_text(row),
             row["source"],
             row["counting"],
             str(row["draft_length"]),
             interval_text(row["accept_len"]),
-            *(interval_text(a) for a in row["conditional"]),
-            *[""] * (depth - row["draft_length"]),
+            number_text(drafts_kept(row), 2),
             number_text(row["uniform_start_estimate"], 2),
             number_text(row["product_of_marginals"], 2),
+            *(interval_text(a) for a in row["conditional"]),
+            *[""] * (depth - row["draft_length"]),
         ]
         for row in rows
     ]
     text = (
         "## Acceptance\n\n"
         + markdown_table(header, lines)
-        + "\n\nThe last two columns are the customary estimates, which "
-        "let drafting start anywhere; real steps begin where the last draft failed, so they report too much."
+        + "\n\n`drafts kept` is accept_len without the target's own token: accepted drafts / steps. The two columns after "
+        "it are the customary estimates: `uniform starts` is 1 + the mean survival over all positions of the replies, "
+        "`product of marginals` 1 + the products of each depth's own mean acceptance over them. Both let drafting start "
+        "anywhere; real steps begin where the last draft failed, so they report too much."
     )
     if agreed := acceptance.get("live_agreement"):
         text += (
@@ -155,31 +159,33 @@ def acceptance_part(acceptance: dict[str, Any]) -> str:
     return text
 
 
-def route_part(acceptance: dict[str, Any]) -> str:
-    kind = acceptance["checkpoint"]["kind"]
-    row = main_row(acceptance, kind)
-    if row is None:
-        return ""
-    length = row["draft_length"]
-    common = {"source": "offline", "draft": "greedy", "draft_length": length}
-    lookup = {r["route"]: interval_text(r["accept_len"]) for r in find_rows(acceptance, drafter="ngram", **common)}
-    repeated = acceptance.get("repeated_8grams", {})
-    lines = [
-        [
-            r["route"],
-            str(r["num_prompts"]),
-            interval_text(r["accept_len"]),
-            lookup.get(r["route"], "-"),
-            "-" if repeated.get(r["route"]) is None else f"{repeated[r['route']]:.1%}",
-        ]
-        for r in find_rows(acceptance, drafter=kind, **common)
-    ]
-    header = ["route", "prompts", f"accept_len, {kind}", "accept_len, n-gram lookup", "repeated 8-grams"]
-    text = f"## By route, draft length {length}\n\n" + markdown_table(header, lines)
-    if lookup:
-        lost = routes_lost_to_ngram(acceptance, length)
+def route_part(acceptance: dict[str, Any], draft_length: int) -> str:
+    header, lines = route_table(acceptance, draft_length)
+    text = f"## By route, draft length {draft_length}\n\n" + markdown_table(header, lines)
+    if find_rows(acceptance, source="offline", drafter="ngram", draft_length=draft_length):
+        lost = routes_lost_to_ngram(acceptance, draft_length)
         text += f"\n\nRoutes where the head loses to n-gram lookup: {', '.join(lost) or 'none'}."
     return text
+
+
+def length_part(acceptance: dict[str, Any], speed: dict[str, Any] | None, draft_length: int, plot: Path) -> str:
+    """The curve over prompt lengths and where drafting stops to pay; plotted where there is more than one length."""
+    header, lines = context_table(acceptance, draft_length, speed)
+    rows = context_rows(acceptance, acceptance["checkpoint"]["kind"], draft_length)
+    if not counted(rows):
+        return ""
+    cost = step_cost(acceptance, speed, draft_length)
+    verdict = break_even_text(rows, cost)
+    text = [
+        f"## By prompt length, draft length {draft_length}",
+        markdown_table(header, lines),
+        f"{verdict[0].upper()}{verdict[1:]}. A predicted speedup is accept_len over that cost, which was timed on prompts "
+        "of all lengths together.",
+    ]
+    if len(counted(rows)) > 1:
+        plot_lengths(rows, cost, plot)
+        text.append(f"![accept_len by prompt length]({plot.name})")
+    return "\n\n".join(text)
 
 
 def lossless_part(lossless: dict[str, Any] | None) -> str:
@@ -249,10 +255,7 @@ def speed_part(speed: dict[str, Any] | None) -> str:
     ]
     if plain_below_generate(speed):
         text.append("**Plain decoding is slower than transformers.generate here: no speedup above counts.**")
-    for advice in speed["recommended"]:
-        off = f" Leave it off for: {', '.join(advice['routes_off'])}." if advice["routes_off"] else ""
-        flags = f" `{advice['flags']}`" if advice["flags"] else ""
-        text.append(f"Recommended by these times: draft length {advice['draft_length']}.{off}{flags}")
+    text += [f"{line[0].upper()}{line[1:]}." for line in recommended_text(speed, quote="`")]
     text.append(
         "They are the reference decoder's. An engine has costs of its own: time it there before you rely on it."
     )
@@ -281,48 +284,3 @@ def read_curve(path: Path) -> list[dict[str, Any]]:
             line = json.loads(text)
             curve += [line] if line.get("accept_len") is not None else []
     return curve
-
-
-def plot_acceptance(acceptance: dict[str, Any], path: Path) -> None:
-    """Conditional acceptance by position with intervals: the head offline and live, n-gram lookup beside it."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(6, 3.6), layout="constrained")
-    axes = figure.add_subplot()
-    kind = acceptance["checkpoint"]["kind"]
-    shown = [(kind, "offline", "o"), (kind, "live", "x"), ("ngram", "offline", "s")]
-    for shift, (drafter, source, marker) in enumerate(shown):
-        row = main_row(acceptance, drafter, source)
-        known = [(k, a) for k, a in enumerate(row["conditional"]) if a["low"] is not None] if row else []
-        if not known:
-            continue
-        value = np.array([a["value"] for _, a in known])
-        spread = np.array([[a["value"] - a["low"] for _, a in known], [a["high"] - a["value"] for _, a in known]])
-        position = np.array([k for k, _ in known]) + 0.08 * (shift - 1)
-        axes.errorbar(position, value, spread.clip(min=0), fmt=marker, capsize=3, label=f"{drafter}, {source}")
-    axes.set(xlabel="draft position", ylabel="accepted / judged", ylim=(0, 1.02))
-    axes.set_xticks(range(max((row["draft_length"] for row in acceptance["rows"]), default=1)))
-    axes.grid(alpha=0.3)
-    axes.legend()
-    _save(figure, path)
-
-
-def plot_training(curve: list[dict[str, Any]], path: Path) -> None:
-    """accept_len on the validation split over optimiser steps, with its interval."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(6, 3.6), layout="constrained")
-    axes = figure.add_subplot()
-    steps = [line["step"] for line in curve]
-    axes.plot(steps, [line["accept_len"] for line in curve], marker="o")
-    if all(line.get("accept_len_low") is not None and line.get("accept_len_high") is not None for line in curve):
-        low, high = ([line[f"accept_len_{end}"] for line in curve] for end in ("low", "high"))
-        axes.fill_between(steps, low, high, alpha=0.2)
-    axes.set(xlabel="optimiser step", ylabel="accept_len (validation)")
-    axes.grid(alpha=0.3)
-    _save(figure, path)
-
-
-def _save(figure: Any, path: Path) -> None:
-    with atomic_path(path) as temporary:
-        figure.savefig(temporary, format="png", dpi=120)

@@ -32,6 +32,8 @@ class EvalSettings:
     """Measure n-gram (prompt) lookup beside the head."""
     replicates: Positive = 2000
     """Bootstrap replicates, drawn over prompts."""
+    stop_at_width: NonNegative = 0.0
+    """Take held-out prompts until accept_len's interval is at most this wide, as a share of it (0.04); 0 takes all."""
     min_accept_len: NonNegative = 1.0
     """Gate: a held-out accept_len whose interval lies below this fails."""
     min_speedup: NonNegative = 0.0

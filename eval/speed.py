@@ -167,7 +167,13 @@ def measure_speed(
 
 
 def speed_row(
-    timing: Timings, plain: Timings, check: dict[str, Any], dtype: str, settings: EvalSettings, seed: int
+    timing: Timings,
+    plain: Timings,
+    check: dict[str, Any],
+    dtype: str,
+    settings: EvalSettings,
+    seed: int,
+    concurrency: int = 1,
 ) -> dict[str, Any]:
     """One row of eval/speed.json; `check` is the identity check of these replies against the plain ones."""
     num_prompts = len(plain.replies)
@@ -191,7 +197,7 @@ def speed_row(
         "temperature": 0.0,
         "dtype": dtype,
         "threads": torch.get_num_threads(),
-        "concurrency": 1,
+        "concurrency": concurrency,
         "draft_length": timing.variant.draft_length,
         "tree": None,
         "num_prompts": num_prompts,
@@ -282,35 +288,44 @@ def memory_bandwidth_bound(target: Target) -> float:
 def recommend(
     rows: Sequence[dict[str, Any]], kind: str, route_accept_len: dict[int, dict[str, float | None]]
 ) -> list[dict[str, Any]]:
-    """The draft length with the best speed-up, routes where drafting costs more than it gives, flags to paste.
+    """For every span of measured concurrencies the draft length with the best speed-up, 0 where none beats plain decoding.
 
     Args:
         route_accept_len: offline accept_len by draft length and route; with the measured step times it predicts the
             speed-up of a route.
     """
     mine = [row for row in rows if row["drafter"] == kind and row["speedup"]["value"] is not None]
-    if not mine:
-        return []
-    best = max(mine, key=lambda row: row["speedup"]["value"])
+    spans: list[dict[str, Any]] = []
+    for concurrency in sorted({row["concurrency"] for row in mine}):
+        at = [row for row in mine if row["concurrency"] == concurrency]
+        found = advice(max(at, key=lambda row: row["speedup"]["value"]), kind, route_accept_len)
+        if spans and spans[-1] == {**found, "concurrency": spans[-1]["concurrency"]}:
+            spans[-1]["concurrency"][1] = concurrency
+        else:
+            spans.append(found)
+    return spans
+
+
+def advice(best: dict[str, Any], kind: str, route_accept_len: dict[int, dict[str, float | None]]) -> dict[str, Any]:
+    """One entry of `recommended` from the fastest row: routes where drafting costs more than it gives, flags to paste."""
+    entry: dict[str, Any] = {"engine": "reference", "concurrency": [best["concurrency"]] * 2}
     if best["speedup"]["value"] <= 1:
-        return [{"engine": "reference", "concurrency": [1, 1], "draft_length": 0, "routes_off": ["all"], "flags": ""}]
+        return {**entry, "draft_length": 0, "routes_off": ["all"], "flags": ""}
     step_ratio = best["accept_len"] / best["predicted_speedup"] if best["predicted_speedup"] else 1.0
     routes = route_accept_len.get(best["draft_length"], {})
-    routes_off = [route for route, tau in routes.items() if tau is not None and tau < step_ratio]
     flags = (
         "--speculative-config '"
         f'{{"method": "{kind}", "model": "HEAD_FOLDER", "num_speculative_tokens": {best["draft_length"]}}}'
         "'"
     )
-    return [
-        {
-            "engine": "reference",
-            "concurrency": [1, 1],
-            "draft_length": best["draft_length"],
-            "routes_off": routes_off,
-            "flags": flags,
-        }
-    ]
+    off = [route for route, value in routes.items() if value is not None and value < step_ratio]
+    return {**entry, "draft_length": best["draft_length"], "routes_off": off, "flags": flags}
+
+
+def crossover(recommended: Sequence[dict[str, Any]]) -> int | None:
+    """The smallest measured concurrency from which on no draft length beats plain decoding; None where one always does."""
+    last = recommended[-1] if recommended else None
+    return last["concurrency"][0] if last and last["draft_length"] == 0 else None
 
 
 def hardware(device: torch.device) -> dict[str, Any]:

@@ -2,13 +2,20 @@
 
 Tokens of one reply are not independent, prompts are: the bootstrap draws whole prompts. One matrix of resampling
 weights serves all figures of a table, so figures of the same prompts (two heads, speculative and plain) stay paired.
+
+Intervals are percentiles of the replicates, taken further out the fewer prompts there are (`tail_share`): the plain
+percentiles of few prompts are too narrow. `bench/coverage.py` shows what both cover on a run's own prompts.
 """
 
+from collections.abc import Sequence
+from math import sqrt
+from statistics import NormalDist
 from typing import Any
 
 import numpy as np
 
 LEVEL = 0.95
+MIN_PROMPTS = 6  # with 5, even the range of all of them holds the truth only 15 times in 16
 
 Interval = dict[str, float | None]
 
@@ -27,22 +34,60 @@ def ratio(numerator: Any, denominator: Any) -> Any:
     return np.divide(top, bottom, out=np.full(np.broadcast(top, bottom).shape, np.nan), where=bottom != 0)
 
 
-def interval(value: float, samples_B: np.ndarray, level: float = LEVEL) -> Interval:
-    """Percentile interval of bootstrap samples around the value of the full set; all null where nothing was counted."""
+def student_quantile(share: float, freedom: int) -> float:
+    """Quantile of Student's t from the normal one (Cornish-Fisher: Abramowitz and Stegun, 26.7.5).
+
+    Three digits from 5 degrees of freedom up.
+    """
+    z = NormalDist().inv_cdf(share)
+    terms = (
+        (z**3 + z) / 4,
+        (5 * z**5 + 16 * z**3 + 3 * z) / 96,
+        (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384,
+    )
+    return z + sum(term / freedom**power for power, term in enumerate(terms, 1))
+
+
+def tail_share(num_prompts: int, level: float = LEVEL) -> float:
+    """Share of the replicates that an interval leaves out at either end.
+
+    The replicates' spread lacks a factor sqrt(m / (m - 1)) of the standard error of m prompts, and the normal quantiles
+    that the percentiles stand for should be Student's. Both are made good by taking percentiles further out, at
+    Phi(-sqrt(m / (m - 1)) t) instead of Phi(-z): the expanded percentile interval (Hesterberg 2015, What Teachers
+    Should Know about the Bootstrap). It stays within the range of the figure, and is the same on any scale.
+    """
+    t = student_quantile((1 + level) / 2, num_prompts - 1)
+    return NormalDist().cdf(-sqrt(num_prompts / (num_prompts - 1)) * t)
+
+
+def endpoints(samples_B: np.ndarray, num_prompts: int, level: float = LEVEL) -> tuple[float, float]:
+    """Both ends of the interval that replicates of a figure of `num_prompts` prompts give."""
+    share = tail_share(num_prompts, level)
+    low, high = np.quantile(samples_B, [share, 1 - share])
+    return float(low), float(high)
+
+
+def interval(value: float, samples_B: np.ndarray, num_prompts: int, level: float = LEVEL) -> Interval:
+    """Bootstrap interval around the value of the full set; all null where nothing was counted.
+
+    Args:
+        num_prompts: prompts on which something was counted; fewer than MIN_PROMPTS have no ends.
+    """
     if not np.isfinite(value):
         return {"value": None, "low": None, "high": None}
     samples_B = samples_B[np.isfinite(samples_B)]
-    if len(samples_B) == 0:
+    if len(samples_B) == 0 or num_prompts < MIN_PROMPTS:
         return {"value": float(value), "low": None, "high": None}
-    low, high = np.quantile(samples_B, [(1 - level) / 2, (1 + level) / 2])
-    return {"value": float(value), "low": float(low), "high": float(high)}
+    low, high = endpoints(samples_B, num_prompts, level)
+    return {"value": float(value), "low": low, "high": high}
 
 
 def ratio_interval(numerator_R: np.ndarray, denominator_R: np.ndarray, weights_BR: np.ndarray) -> Interval:
     """Interval of sum(numerator) / sum(denominator) over prompts: the micro average, whose weights are the counts."""
     numerator_R, denominator_R = np.asarray(numerator_R, float), np.asarray(denominator_R, float)
     samples_B = ratio(weights_BR @ numerator_R, weights_BR @ denominator_R)
-    return interval(float(ratio(numerator_R.sum(), denominator_R.sum())), samples_B)
+    value = float(ratio(numerator_R.sum(), denominator_R.sum()))
+    return interval(value, samples_B, int(np.count_nonzero(denominator_R)))
 
 
 def mean_interval(value_R: np.ndarray, weights_BR: np.ndarray) -> Interval:
@@ -50,6 +95,25 @@ def mean_interval(value_R: np.ndarray, weights_BR: np.ndarray) -> Interval:
     value_R = np.asarray(value_R, float)
     known_R = np.isfinite(value_R)
     return ratio_interval(np.where(known_R, value_R, 0.0), known_R.astype(float), weights_BR)
+
+
+def paired_ratio(
+    top_R: np.ndarray,
+    bottom_R: np.ndarray,
+    other_top_R: np.ndarray,
+    other_bottom_R: np.ndarray,
+    weights_BR: np.ndarray,
+) -> tuple[float, np.ndarray]:
+    """(sum top / sum bottom) / (sum other_top / sum other_bottom): its value, and its replicates.
+
+    Both sides see the same prompts in every replicate, so what makes a prompt easy or hard for both cancels.
+    """
+
+    def of(weights: np.ndarray) -> Any:
+        own = ratio(weights @ np.asarray(top_R, float), weights @ np.asarray(bottom_R, float))
+        return ratio(own, ratio(weights @ np.asarray(other_top_R, float), weights @ np.asarray(other_bottom_R, float)))
+
+    return float(of(np.ones(len(top_R)))), of(weights_BR)
 
 
 def speedup_interval(
@@ -63,14 +127,8 @@ def speedup_interval(
 
     Total tokens over total seconds is what a user with this mix of prompts sees; long replies weigh more.
     """
-
-    def speed(tokens_R: np.ndarray, seconds_R: np.ndarray, weights: np.ndarray) -> Any:
-        return ratio(weights @ np.asarray(tokens_R, float), weights @ np.asarray(seconds_R, float))
-
-    one_R = np.ones(len(seconds_R))
-    value = ratio(speed(tokens_R, seconds_R, one_R), speed(plain_tokens_R, plain_seconds_R, one_R))
-    samples_B = ratio(speed(tokens_R, seconds_R, weights_BR), speed(plain_tokens_R, plain_seconds_R, weights_BR))
-    return interval(float(value), samples_B)
+    value, samples_B = paired_ratio(tokens_R, seconds_R, plain_tokens_R, plain_seconds_R, weights_BR)
+    return interval(value, samples_B, len(seconds_R))
 
 
 def geometric_mean_interval(ratio_R: np.ndarray, weights_BR: np.ndarray) -> Interval:
@@ -78,6 +136,45 @@ def geometric_mean_interval(ratio_R: np.ndarray, weights_BR: np.ndarray) -> Inte
     log_R = np.log(np.asarray(ratio_R, float))
     logs = mean_interval(log_R, weights_BR)
     return {name: None if x is None else float(np.exp(x)) for name, x in logs.items()}
+
+
+def p_value(samples_B: np.ndarray, num_prompts: int, null: float = 1.0) -> float:
+    """The smallest alpha at which the interval of level 1 - alpha leaves `null`: p < 0.05 where the 95 % interval does.
+
+    At least 2 / (replicates + 1), below which replicates cannot tell.
+    """
+    samples_B = samples_B[np.isfinite(samples_B)]
+    inside, outside = 0.0, 1.0  # alpha at which the interval holds null, and at which it need not
+    for _ in range(40):
+        alpha = (inside + outside) / 2
+        low, high = endpoints(samples_B, num_prompts, 1 - alpha)
+        inside, outside = (alpha, outside) if low <= null <= high else (inside, alpha)
+    return max(outside, 2 / (len(samples_B) + 1))
+
+
+def holm(p_values: Sequence[float]) -> list[float]:
+    """p-values adjusted so that all of them together raise a false alarm no more often than one alone (Holm 1979)."""
+    adjusted, largest = [1.0] * len(p_values), 0.0
+    for rank, i in enumerate(sorted(range(len(p_values)), key=lambda i: p_values[i])):
+        largest = max(largest, min(1.0, (len(p_values) - rank) * p_values[i]))
+        adjusted[i] = largest
+    return adjusted
+
+
+def looks(num_prompts: int, first: int = 60, growth: float = 1.5) -> list[int]:
+    """Numbers of prompts after which a stopping rule looks at the interval: fixed beforehand, the last is all."""
+    numbers = []
+    while first < num_prompts:
+        numbers.append(first)
+        first = int(first * growth)
+    return [*numbers, num_prompts]
+
+
+def relative_width(found: Interval) -> float:
+    """Width of an interval as a share of its value; infinite where there is none."""
+    if not found["value"] or found["low"] is None or found["high"] is None:
+        return float("inf")
+    return (found["high"] - found["low"]) / found["value"]
 
 
 def quantile(values: list[float], share: float) -> float | None:

@@ -3,15 +3,16 @@
 from collections.abc import Sequence
 from typing import Any
 
+from headstart.eval.contexts import break_even_text, context_rows, step_cost
+from headstart.heads.intervals import interval_text
 
-def interval_text(value: dict[str, float | None] | None, digits: int = 2) -> str:
-    """`1.79 [1.72, 1.86]`, or a dash where nothing was measured."""
-    if value is None or value["value"] is None:
-        return "-"
-    text = f"{value['value']:.{digits}f}"
-    if value["low"] is None or value["high"] is None:
-        return text
-    return f"{text} [{value['low']:.{digits}f}, {value['high']:.{digits}f}]"
+DEFINITIONS = """\
+accept_len            tokens emitted / target steps, all prompts together, the corrected or bonus token included
+drafts kept           accepted drafts / target steps: the same without that token
+uniform starts        1 + mean survival over all positions of the replies, as if steps began anywhere alike (too high)
+product of marginals  1 + products of each depth's own mean acceptance there, as if depths were independent too
+a_k                   accepted at position k / judged there, which needs all drafts before it to be accepted
+[low, high]           95 % interval, bootstrap over prompts"""
 
 
 def number_text(value: float | None, digits: int = 1) -> str:
@@ -35,10 +36,20 @@ def find_rows(acceptance: dict[str, Any], **wanted: Any) -> list[dict[str, Any]]
     return [row for row in acceptance["rows"] if all(row[name] == value for name, value in wanted.items())]
 
 
+def main_row(acceptance: dict[str, Any], drafter: str, source: str = "offline") -> dict[str, Any] | None:
+    """The row over all prompts at the reported draft length: the live run's, else the longest measured."""
+    live = find_rows(acceptance, source="live", counting="reply", route="all", context="all")
+    common = {"counting": "reply", "route": "all", "context": "all", "draft": "greedy"}
+    rows = find_rows(acceptance, source=source, drafter=drafter, **common)
+    if live:
+        rows = [row for row in rows if row["draft_length"] == live[0]["draft_length"]] or rows
+    return max(rows, key=lambda row: row["draft_length"], default=None)
+
+
 def routes_lost_to_ngram(acceptance: dict[str, Any], draft_length: int) -> list[str]:
     """Routes where n-gram lookup, which costs nothing, has the larger accept_len."""
     kind = acceptance["checkpoint"]["kind"]
-    common = {"source": "offline", "draft_length": draft_length, "draft": "greedy"}
+    common = {"source": "offline", "draft_length": draft_length, "draft": "greedy", "context": "all"}
     found = {
         drafter: {row["route"]: row["accept_len"]["value"] for row in find_rows(acceptance, drafter=drafter, **common)}
         for drafter in (kind, "ngram")
@@ -63,7 +74,7 @@ def summary(results: dict[str, Any], draft_length: int) -> str:
     """All tables of one evaluation; a part that was not measured is left out."""
     parts = []
     if results["acceptance"]:
-        parts.append(acceptance_text(results["acceptance"], draft_length))
+        parts.append(acceptance_text(results["acceptance"], draft_length, results["speed"]))
     if results["lossless"]:
         parts.append(lossless_text(results["lossless"]))
     if results["speed"]:
@@ -71,67 +82,130 @@ def summary(results: dict[str, Any], draft_length: int) -> str:
     return "\n\n".join(parts)
 
 
-def acceptance_text(acceptance: dict[str, Any], draft_length: int) -> str:
+def acceptance_text(acceptance: dict[str, Any], draft_length: int, speed: dict[str, Any] | None = None) -> str:
+    """The table over all prompts with what its columns mean, then by route, by prompt length, and live agreement."""
     checkpoint, prompts = acceptance["checkpoint"], acceptance["prompts"]
-    kind = checkpoint["kind"]
-    whole = [row for row in acceptance["rows"] if row["route"] == "all" and row["counting"] == "reply"]
+    whole = find_rows(acceptance, route="all", context="all", counting="reply")
     depth = max(row["draft_length"] for row in whole)
-    header = [
-        "drafter",
-        "source",
-        "draft length",
-        "accept_len [95 %]",
-        *(f"a_{k}" for k in range(depth)),
-        "out of vocab",
-    ]
+    header = ["drafter", "source", "draft length", "accept_len [95 %]", "drafts kept"]
+    header += ["uniform starts", "product of marginals", *(f"a_{k}" for k in range(depth)), "out of vocab"]
     lines = [
         [
-            row["drafter"] + ("" if row["draft"] == "greedy" else " sampled"),
+            drafter_text(row),
             row["source"],
             str(row["draft_length"]),
             interval_text(row["accept_len"]),
+            number_text(drafts_kept(row), 2),
+            number_text(row["uniform_start_estimate"], 2),
+            number_text(row["product_of_marginals"], 2),
             *(number_text(a["value"], 3) for a in row["conditional"]),
             *[""] * (depth - row["draft_length"]),
             "-" if row["out_of_vocab_share"] is None else f"{row['out_of_vocab_share']:.1%}",
         ]
         for row in whole
     ]
-    text = [
-        f"acceptance: {kind} step {checkpoint['step']} on {whole[0]['num_prompts']} prompts ({prompts['name']}, replies "
-        f"of at most {prompts['max_new_tokens']} tokens, {whole[0]['num_tokens']} tokens judged)",
+    parts = [
+        f"acceptance: {checkpoint['kind']} step {checkpoint['step']} on {whole[0]['num_prompts']} prompts "
+        f"({prompts['name']}, replies of at most {prompts['max_new_tokens']} tokens, {whole[0]['num_tokens']} tokens "
+        "judged)",
         table(header, lines),
+        "",
+        DEFINITIONS,
+        "",
+        route_text(acceptance, draft_length),
     ]
-    main = find_rows(acceptance, source="offline", drafter=kind, draft_length=draft_length, draft="greedy")
-    ngram = find_rows(acceptance, source="offline", drafter="ngram", draft_length=draft_length)
+    if by_length := context_text(acceptance, draft_length, speed):
+        parts += ["", by_length]
+    if acceptance.get("live_agreement"):
+        parts.append(agreement_text(acceptance["live_agreement"]))
+    return "\n".join(parts)
+
+
+def drafter_text(row: dict[str, Any]) -> str:
+    return row["drafter"] + ("" if row["draft"] == "greedy" else f" {row['draft']}")
+
+
+def drafts_kept(row: dict[str, Any]) -> float | None:
+    """Accepted drafts per target step: accept_len without the token that the target adds."""
+    kept: float = sum(k * steps for k, steps in enumerate(row["accepted_histogram"]))
+    return kept / row["num_steps"] if row["num_steps"] else None
+
+
+def route_text(acceptance: dict[str, Any], draft_length: int) -> str:
+    header, lines = route_table(acceptance, draft_length)
+    text = [f"by route, draft length {draft_length}", table(header, lines)]
+    if find_rows(acceptance, source="offline", drafter="ngram", draft_length=draft_length):
+        lost = routes_lost_to_ngram(acceptance, draft_length)
+        text.append(f"routes where the head loses to n-gram lookup: {', '.join(lost) or 'none'}")
+    return "\n".join(text)
+
+
+def route_table(acceptance: dict[str, Any], draft_length: int) -> tuple[list[str], list[list[str]]]:
+    """Header and lines: every route's prompts and tokens, the head beside n-gram lookup.
+
+    A route without replies has a line too: 0 prompts, and no figures.
+    """
+    kind = acceptance["checkpoint"]["kind"]
+    common = {"source": "offline", "draft": "greedy", "draft_length": draft_length, "context": "all"}
+    ngram = find_rows(acceptance, drafter="ngram", **common)
     lookup = {row["route"]: interval_text(row["accept_len"]) for row in ngram}
     repeated = acceptance.get("repeated_8grams", {})
     lines = [
         [
             row["route"],
             str(row["num_prompts"]),
+            str(row["num_tokens"]),
             interval_text(row["accept_len"]),
             lookup.get(row["route"], "-"),
             "-" if repeated.get(row["route"]) is None else f"{repeated[row['route']]:.1%}",
         ]
-        for row in main
+        for row in find_rows(acceptance, drafter=kind, **common)
     ]
-    text += [
-        "",
-        f"by route, draft length {draft_length}",
-        table(["route", "prompts", kind, "ngram", "repeated 8-grams"], lines),
-    ]
-    if ngram:
-        lost = routes_lost_to_ngram(acceptance, draft_length)
-        text.append(f"routes where the head loses to n-gram lookup: {', '.join(lost) or 'none'}")
-    if agreed := acceptance.get("live_agreement"):
-        line = f"live steps equal to offline: {agreed['num_equal']} of {agreed['num_replies']} replies"
-        if agreed["num_draft_ties"] or agreed["num_other_tokens"] or agreed["unexplained"]:
-            line += (
-                f" ({agreed['num_draft_ties']} part at a tie of draft logits, {agreed['num_other_tokens']} have other "
-                f"tokens, {len(agreed['unexplained'])} unexplained)"
-            )
-        text.append(line)
-    return "\n".join(text)
+    return ["route", "prompts", "tokens", kind, "ngram", "repeated 8-grams"], lines
+
+
+def context_text(acceptance: dict[str, Any], draft_length: int, speed: dict[str, Any] | None) -> str:
+    """Acceptance by prompt length, and from where on drafting loses; empty where all prompts are of one bucket."""
+    header, lines = context_table(acceptance, draft_length, speed)
+    if len(lines) < 2:
+        return ""
+    rows = context_rows(acceptance, acceptance["checkpoint"]["kind"], draft_length)
+    verdict = break_even_text(rows, step_cost(acceptance, speed, draft_length))
+    return "\n".join([f"by prompt length, draft length {draft_length}", table(header, lines), verdict])
+
+
+def context_table(
+    acceptance: dict[str, Any], draft_length: int, speed: dict[str, Any] | None
+) -> tuple[list[str], list[list[str]]]:
+    """Header and lines by prompt length: the head, n-gram lookup, and the speed-up that timed steps predict."""
+    kind = acceptance["checkpoint"]["kind"]
+    ngram = context_rows(acceptance, "ngram", draft_length)
+    lookup = {row["context"]: interval_text(row["accept_len"]) for row in ngram}
+    cost = step_cost(acceptance, speed, draft_length)
+    lines = []
+    for row in context_rows(acceptance, kind, draft_length):
+        value = row["accept_len"]["value"]
+        lines.append(
+            [
+                row["context"],
+                str(row["num_prompts"]),
+                str(row["num_tokens"]),
+                interval_text(row["accept_len"]),
+                lookup.get(row["context"], "-"),
+                number_text(value / cost if value and cost else None, 2),
+            ]
+        )
+    return ["prompt tokens", "prompts", "tokens", kind, "ngram", "predicted speedup"], lines
+
+
+def agreement_text(agreed: dict[str, Any]) -> str:
+    line = f"live steps equal to offline: {agreed['num_equal']} of {agreed['num_replies']} replies"
+    if agreed["num_draft_ties"] or agreed["num_other_tokens"] or agreed["unexplained"]:
+        line += (
+            f" ({agreed['num_draft_ties']} part at a tie of draft logits, {agreed['num_other_tokens']} have other "
+            f"tokens, {len(agreed['unexplained'])} unexplained)"
+        )
+    return line
 
 
 def lossless_text(lossless: dict[str, Any]) -> str:
@@ -174,6 +248,7 @@ def speed_text(speed: dict[str, Any]) -> str:
     header = [
         "drafter",
         "dtype",
+        "concurrency",
         "draft length",
         "tokens/s",
         "plain",
@@ -187,6 +262,7 @@ def speed_text(speed: dict[str, Any]) -> str:
         [
             row["drafter"],
             row["dtype"],
+            str(row["concurrency"]),
             str(row["draft_length"]),
             number_text(row["tokens_per_s"]),
             number_text(row["plain_tokens_per_s"]),
@@ -199,7 +275,7 @@ def speed_text(speed: dict[str, Any]) -> str:
         for row in speed["rows"]
     ]
     text = [
-        f"speed at concurrency 1 on {where}, {hardware['cores']} cores, {speed['rows'][0]['threads']} threads",
+        f"speed on {where}, {hardware['cores']} cores, {speed['rows'][0]['threads']} threads",
         table(header, lines),
         f"tokens/s: transformers.generate {number_text(absolute['generate_tokens_per_s'])}, plain "
         f"{number_text(absolute['plain_tokens_per_s'])}, bound by memory bandwidth "
@@ -207,11 +283,7 @@ def speed_text(speed: dict[str, Any]) -> str:
     ]
     if plain_below_generate(speed):
         text.append("FAILS: plain decoding is slower than transformers.generate, so no speedup above counts")
-    for advice in speed["recommended"]:
-        off = f", off for {', '.join(advice['routes_off'])}" if advice["routes_off"] else ""
-        text.append(
-            f"recommended by these times: draft length {advice['draft_length']}{off}  {advice['flags']}".rstrip()
-        )
+    text += recommended_text(speed)
     kind = speed["checkpoint"]["kind"]
     mine = [row["speedup"] for row in speed["rows"] if row["drafter"] == kind and row["speedup"]["value"] is not None]
     if mine and not any((x["low"] or 0) > 1 for x in mine):
@@ -220,3 +292,20 @@ def speed_text(speed: dict[str, Any]) -> str:
             "accepted tokens give back (compare accept_len with tokens/s and c)"
         )
     return "\n".join(text)
+
+
+def recommended_text(speed: dict[str, Any], quote: str = "") -> list[str]:
+    """One sentence for every span of concurrencies, and where drafting is to be switched off."""
+    lines = []
+    for advice in speed["recommended"]:
+        first, last = advice["concurrency"][0], advice["concurrency"][-1]
+        where = f"concurrency {first}" if first == last else f"concurrency {first} to {last}"
+        if not advice["draft_length"]:
+            lines.append(f"recommended by these times at {where}: no drafting, every draft length is slower")
+            continue
+        off = f", off for {', '.join(advice['routes_off'])}" if advice["routes_off"] else ""
+        flags = f"  {quote}{advice['flags']}{quote}" if advice["flags"] else ""
+        lines.append(f"recommended by these times at {where}: draft length {advice['draft_length']}{off}{flags}")
+    if (limit := speed["crossover_concurrency"]) is not None:
+        lines.append(f"switch drafting off from concurrency {limit} on")
+    return lines

@@ -7,6 +7,7 @@ written again after an engine has loaded the folder.
 from pathlib import Path
 from typing import Any
 
+from headstart.heads.intervals import interval_text
 from headstart.heads.store import atomic_path, read_json
 
 CARD, RECORD = "README.md", "headstart.json"
@@ -42,14 +43,6 @@ def card_text(record: dict[str, Any], evals: dict[str, Any]) -> str:
     if record["untested"]:
         parts.insert(0, "\n".join([UNTESTED, "", *(f"- {reason}" for reason in record["gate"] or ["it would pass"])]))
     return "\n\n".join(part for part in parts if part) + "\n"
-
-
-def interval_text(value: dict[str, float] | None, digits: int = 2) -> str:
-    if value is None or value.get("value") is None:
-        return "-"
-    ends = [value.get("low"), value.get("high")]
-    shown = f"{value['value']:.{digits}f}"
-    return shown if None in ends else f"{shown} [{ends[0]:.{digits}f}, {ends[1]:.{digits}f}]"
 
 
 def _verdicts(record: dict[str, Any], evals: dict[str, Any]) -> str:

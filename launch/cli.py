@@ -116,6 +116,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--checkpoint", default="best", metavar="NAME", help="best, last or step-000500 (default best)"
     )
     evaluate.add_argument("--draft-length", type=lengths, metavar="N,N", help="draft lengths of the acceptance table")
+    evaluate.add_argument("--offline", action="store_true", help="only the acceptance table, nothing is decoded")
     evaluate.add_argument("--live", action="store_true", help="only the live loop beside the acceptance table")
     evaluate.add_argument("--lossless", action="store_true", help="only greedy identity beside the acceptance table")
     evaluate.add_argument("--speed", action="store_true", help="only timings beside the acceptance table")
@@ -126,6 +127,17 @@ def build_parser() -> argparse.ArgumentParser:
     export.add_argument("--out", type=Path, metavar="DIR", help="folder to write (default: export/ENGINE in the run)")
     export.add_argument("--checkpoint", default="best", metavar="NAME", help="best, last or step-000500 (default best)")
     export.add_argument("--untested", action="store_true", help="export unmeasured or failed heads; the card says so")
+
+    compare = add(commands, "compare", compare_command, "compare measured heads, prompt by prompt")
+    compare.add_argument(
+        "runs", nargs="+", metavar="RUN", help="as for eval; the first is what the others are compared with"
+    )
+    compare.add_argument("--draft-length", type=positive, metavar="N", help="default: the longest measured")
+    compare.add_argument("--draft", default="greedy", choices=["greedy", "sampled"], help="drafts (default greedy)")
+    compare.epilog = (
+        "examples:\n  headstart compare eagle eagle-2\n"
+        "  headstart compare eagle/checkpoints/step-000300 eagle/checkpoints/step-000600 --draft-length 3"
+    )
 
     report = add(commands, "report", report_command, "write report.md and its plots again from a run's measurements")
     add_run(report, "headstart report eagle", overrides=False)
@@ -174,6 +186,13 @@ def lengths(text: str) -> list[int]:
     return sorted({int(number) for number in text.split(",")})
 
 
+def positive(text: str) -> int:
+    """A number of at least 1."""
+    if (number := int(text)) < 1:
+        raise argparse.ArgumentTypeError(f"found {number}, expected at least 1")
+    return number
+
+
 def check_command(options: argparse.Namespace) -> None:
     from headstart.launch.commands import check
 
@@ -195,7 +214,7 @@ def eval_command(options: argparse.Namespace) -> None:
     overrides = list(options.overrides)
     if options.draft_length:
         overrides += [f"eval.draft_lengths={options.draft_length}", f"eval.draft_length={options.draft_length[-1]}"]
-    parts = [part for part in ("live", "lossless", "speed") if getattr(options, part)]
+    parts = [part for part in ("offline", "live", "lossless", "speed") if getattr(options, part)]
     evaluate(options.run, options.checkpoint, overrides, parts)
 
 
@@ -203,6 +222,12 @@ def export_command(options: argparse.Namespace) -> None:
     from headstart.launch.commands import export
 
     export(options.run, options.checkpoint, options.engine, options.out, options.untested, options.overrides)
+
+
+def compare_command(options: argparse.Namespace) -> None:
+    from headstart.launch.commands import compare
+
+    compare(options.runs, options.draft_length, options.draft)
 
 
 def report_command(options: argparse.Namespace) -> None:

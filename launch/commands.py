@@ -5,14 +5,19 @@ import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from headstart.heads.card import RECORD, RECORD_SCHEMA
 from headstart.heads.errors import WrongInput
-from headstart.heads.store import remove_leftovers
+from headstart.heads.store import read_json, remove_leftovers
 from headstart.launch.processes import find_processes
 from headstart.launch.recipe import dump_recipe, find_recipe, load_recipe
 from headstart.launch.run import RunFolder, find_run, locked
 from headstart.launch.settings import Recipe
 from headstart.launch.threads import apply_threads, choose_threads
+
+if TYPE_CHECKING:
+    from headstart.eval.prompt_sums import PromptSums
 
 
 def check(recipe_text: str, overrides: list[str], dry_run: bool) -> None:
@@ -60,7 +65,7 @@ def train(recipe_text: str, overrides: list[str], fresh: bool) -> None:
 
 
 def evaluate(run_text: str, checkpoint: str, overrides: list[str], parts: list[str]) -> None:
-    """Measure a checkpoint of a run; `parts` of live, lossless, speed limit what is measured beside acceptance."""
+    """Measure a checkpoint of a run; `parts` of offline, live, lossless, speed limit what is measured."""
     run, named = find_run(run_text)
     recipe = run_recipe(run, overrides)
     threads = ready_process(recipe)
@@ -80,6 +85,39 @@ def export(run_text: str, checkpoint: str, engine: str, out: Path | None, untest
         from headstart.launch.stages import run_export
 
         run_export(recipe, run, checkpoint=named or checkpoint, out=out, untested=untested)
+
+
+def compare(run_texts: list[str], draft_length: int | None, draft: str) -> None:
+    """Print the paired comparison of measured heads with the first of them; reads files only."""
+    if len(run_texts) < 2:
+        raise WrongInput(
+            f"found one run ({run_texts[0]}), expected two or more to compare.\n`headstart ls runs` lists them."
+        )
+    from headstart.eval.compare import compare as compare_heads
+    from headstart.eval.compare import comparison_text
+
+    heads = [measured_head(text, draft_length, draft) for text in run_texts]
+    if len({head.label for head in heads}) < len(heads):  # runs of one name in several folders, say
+        for head, text in zip(heads, run_texts, strict=True):
+            head.label = text
+    print(comparison_text(heads, compare_heads(heads)))
+
+
+def measured_head(text: str, draft_length: int | None = None, draft: str = "greedy") -> "PromptSums":
+    """Stored sums of the head that a run, checkpoint or export folder stands for; a run means the one eval/ speaks of."""
+    from headstart.eval.prompt_sums import read_sums
+
+    run, named = find_run(text)
+    label = f"{run.name}/{named}" if named else run.name
+    record = run.folder / "export" / Path(text).name / RECORD
+    checkpoint = None
+    if named:
+        from headstart.heads.checkpoint import checkpoint_identity
+
+        checkpoint = checkpoint_identity(run.checkpoints / named)
+    elif Path(text).parent.name == "export" and record.exists():
+        checkpoint = read_json(record, RECORD_SCHEMA)["checkpoint"]
+    return read_sums(run.folder, checkpoint, label, draft_length, draft)
 
 
 def report(run_text: str) -> None:

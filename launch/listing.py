@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from headstart.eval.gate import SCHEMAS
-from headstart.eval.summary import find_rows, interval_text
+from headstart.eval.summary import find_rows
 from headstart.heads.errors import WrongInput
+from headstart.heads.intervals import interval_text
 from headstart.heads.store import read_json, versions
 from headstart.launch.recipe import built_in_recipes
 from headstart.launch.run import run_folders

@@ -27,7 +27,7 @@ from headstart.launch.run import RunFolder, locked
 from headstart.launch.settings import Recipe
 from headstart.trainer.data import EvaluationRows, TrainingRows
 from headstart.trainer.loop import train
-from headstart.trainer.prompts import make_prompts
+from headstart.trainer.prompts import make_prompts, read_prompts
 from headstart.trainer.traffic import make_traffic, traffic_inputs
 
 
@@ -52,7 +52,7 @@ def target_loader(recipe: Recipe) -> TargetLoader:
 
 
 def run_eval(recipe: Recipe, run: RunFolder, checkpoint: str = "best", parts: Sequence[str] = ()) -> None:
-    """Measure a checkpoint of a finished run again; `parts` of live, lossless, speed limit what is measured."""
+    """Measure a checkpoint of a finished run again; `parts` of offline, live, lossless, speed limit what is measured."""
     measure_head(recipe, run, target_loader(recipe), checkpoint, parts)
     write_report(run.folder)
 
@@ -139,5 +139,6 @@ def measure_head(
         run.eval,
         parts=parts,
         prompts_name="heldout",
+        routes=sorted({prompt.route for prompt in read_prompts(run.folder / "prompts")}),
         seed=recipe.run.seed,
     )

@@ -57,6 +57,25 @@ ACCEPTANCE = {
     "interval": {"level": NUMBER, "kind": ("bootstrap over prompts",), "replicates": int, "seed": int},
     "rows": [ACCEPTANCE_ROW],
 }
+PROMPT_SUMS = {
+    "schema": ("headstart.prompts/1",),
+    "target": TARGET,
+    "prompts": PROMPTS,
+    "sampling": {"temperature": NUMBER, "top_k": int, "top_p": NUMBER},
+    "prompt_ids": [str],
+    "routes": [str],
+    "prompt_tokens": [int],
+    "num_tokens": [int],
+    "rows": [
+        {
+            "checkpoint": (NULL, dict),
+            "drafter": str,
+            "draft": ("greedy", "sampled"),
+            "draft_length": int,
+            "num_steps": [NUMBER],
+        }
+    ],
+}
 SPEED_ROW = {
     "engine": str,
     "drafter": str,
@@ -255,6 +274,17 @@ def broken_laws(row: dict[str, Any]) -> list[str]:
     return [law for law, holds in laws.items() if not holds]
 
 
+def prompts_violations(path: Path) -> list[str]:
+    """The form of prompts.json; every list has one entry a prompt."""
+    content = read_strict(path)
+    found = violations(content, PROMPT_SUMS, path.name)
+    for row in [] if found else content["rows"]:
+        found += violations(row["num_steps"], Length(NUMBER, len(content["prompt_ids"])), f"{path.name}.num_steps")
+    for name in [] if found else ("routes", "prompt_tokens", "num_tokens"):
+        found += [f"{path.name}.{name}: not one a prompt"] * (len(content[name]) != len(content["prompt_ids"]))
+    return found
+
+
 def metrics_violations(path: Path) -> list[str]:
     """metrics.jsonl: its form, steps that rise, and acceptance keys that come together."""
     found, last = [], -1
@@ -272,7 +302,7 @@ def metrics_violations(path: Path) -> list[str]:
             found.append(f"{where}: acceptance, survival and accept_len do not come together")
         if "accept_len" in line:
             found += violations(
-                line, {"accept_len": NUMBER, "accept_len_low": NUMBER, "accept_len_high": NUMBER}, where
+                line, {"accept_len": NUMBER, "accept_len_low": NUMBER_OR_NULL, "accept_len_high": NUMBER_OR_NULL}, where
             )
     return found
 
@@ -336,6 +366,7 @@ def feature_violations(folder: Path) -> list[str]:
 def run_violations(run: Path) -> list[str]:
     """Every file of a finished run that has a schema."""
     found = acceptance_violations(run / "eval" / "acceptance.json")
+    found += prompts_violations(run / "eval" / "prompts.json")
     for name, form in (("speed", SPEED), ("lossless", LOSSLESS)):
         found += violations(read_strict(run / "eval" / f"{name}.json"), form, f"{name}.json")
     found += metrics_violations(run / "metrics.jsonl")

@@ -82,7 +82,8 @@ def test_a_perfect_drafter_gives_draft_length_plus_one():
 
 
 def test_a_useless_drafter_gives_one():
-    row = acceptance_row(count_replies([reply(np.zeros((9, 3)))], 3), source="offline", drafter="x", draft_length=3)
+    counts = count_replies([reply(np.zeros((9, 3)))] * 6, 3)
+    row = acceptance_row(counts, source="offline", drafter="x", draft_length=3)
     assert row["accept_len"] == {"value": 1.0, "low": 1.0, "high": 1.0}
     assert row["survival"][0]["value"] == 0.0
 

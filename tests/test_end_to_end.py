@@ -139,6 +139,12 @@ def test_a_finished_run_is_measured_exported_and_reported_again(
     out = run.parent.parent / "elsewhere"
     assert cli.run(["export", str(last), "--engine", "llamacpp", "--out", str(out), "--untested"]) == 0
     assert (out / "config.json").is_file()
+    capsys.readouterr()
+    assert cli.run(["compare", "smoke", str(last)]) == 0
+    assert "16 held-out prompts" in (compared := capsys.readouterr().out)
+    assert [line.split()[-1] for line in compared.splitlines() if line.startswith("smoke/") and " all " in line] == [
+        "tied"
+    ]
     (run / "report.md").unlink()
     assert cli.run(["report", "runs/smoke"]) == 0
     assert (run / "report.md").is_file()

@@ -3,6 +3,8 @@
 import dataclasses
 import json
 import math
+import shutil
+from functools import partial
 
 import pytest
 import torch
@@ -18,10 +20,11 @@ from headstart.eval.identity import (
     is_draft_tie,
     overall_verdict,
 )
-from headstart.eval.measure import evaluate, read_batches, repeated_ngrams
+from headstart.eval.measure import evaluate, repeated_ngrams
 from headstart.eval.report import write_report
 from headstart.eval.settings import EvalSettings
 from headstart.eval.speed import balanced, generate, recommend
+from headstart.eval.subject import read_batches
 from headstart.eval.summary import routes_lost_to_ngram
 from headstart.heads.checkpoint import save_head
 from headstart.heads.errors import WrongInput
@@ -131,7 +134,7 @@ def test_live_run_agrees_with_offline_and_the_verdict_is_lossless(measured):
     rows = {
         row["source"]: row
         for row in acceptance["rows"]
-        if row["route"] == "all"
+        if row["route"] == row["context"] == "all"
         and row["draft_length"] == 3
         and row["drafter"] == "eagle3"
         and row["counting"] == "reply"
@@ -156,11 +159,32 @@ def test_a_part_measured_again_keeps_the_rest(tiny_target, measured, recorded):
     assert len(after["rows"]) == len(before["rows"])
     assert len(read_json(measured / "eval" / "lossless.json")["checks"]) == 6
     assert "lossless: lossless" in tell[-1]
+    evaluate(
+        lambda dtype: tiny_target, measured, recorded, quick, measured / "eval", parts=["offline"], tell=tell.append
+    )
+    assert read_json(measured / "eval" / "acceptance.json")["live_agreement"] == after["live_agreement"]
+
+
+def test_a_failed_check_stays_until_the_same_check_passes(tiny_target, measured, recorded, tmp_path):
+    shutil.copytree(measured / "eval", tmp_path / "eval")
+    file = tmp_path / "eval" / "lossless.json"
+    before = read_json(file)
+    failed = {**before["checks"][0], "draft_length": 7, "verdict": "fail"}
+    file.write_text(json.dumps({**before, "verdict": "lossy", "checks": [*before["checks"], failed]}))
+    tell: list[str] = []
+    measure_again = partial(evaluate, lambda dtype: tiny_target, measured, recorded, folder=tmp_path / "eval")
+    measure_again(settings=SETTINGS, parts=["live"], tell=tell.append)
+    assert read_json(file)["verdict"] == "lossy"
+    assert any("until the same check passes" in line and "draft length 7" in line for line in tell)
+    again = dataclasses.replace(SETTINGS, draft_lengths=[7], draft_length=7)
+    measure_again(settings=again, parts=["live"], tell=tell.append)
+    assert read_json(file)["verdict"] == "lossless"
 
 
 def test_report_shows_every_part(measured):
     (measured / "metrics.jsonl").write_text(
         '{"step": 1, "train/loss": 2.0}\n{"step": 2, "accept_len": 1.2, "accept_len_low": 1.1, "accept_len_high": 1.3}\n'
+        '{"step": 3, "accept_len": 1.'  # a killed training leaves half a line
     )
     text = write_report(measured).read_text()
     for expected in ("## Acceptance", "## By route", "## Output: lossless", "## Speed", "training.png", "How to read"):
@@ -303,7 +327,7 @@ def test_repeated_8grams_are_counted_within_a_reply():
 
 
 def speed_rows(speedup):
-    row = {"drafter": "eagle3", "draft_length": 3, "accept_len": 1.8, "predicted_speedup": 1.5}
+    row = {"drafter": "eagle3", "concurrency": 1, "draft_length": 3, "accept_len": 1.8, "predicted_speedup": 1.5}
     return [{**row, "speedup": {"value": speedup, "low": speedup - 0.1, "high": speedup + 0.1}}]
 
 
