@@ -1,10 +1,12 @@
 """The sampling rule of the target, as a distribution and as draws from it.
 
-Temperature, then top-k, then top-p on what top-k kept, as serving engines do. Sorting a whole vocabulary costs more
-than a small model's forward pass, so only candidates are ever sorted.
+Temperature, then min-p, then top-k, then top-p on what is left: vLLM's order (engines that apply min-p last keep a few
+tokens more where both top-p and min-p are set). Sorting a whole vocabulary costs more than a small model's forward pass,
+so only candidates are ever sorted.
 """
 
 import hashlib
+import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -18,21 +20,36 @@ NUM_CANDIDATES = 256
 
 @dataclass(frozen=True)
 class Sampling:
-    """Temperature 0 is greedy; top_k 0 and top_p 1 keep every token."""
+    """Temperature 0 is greedy; top_k 0, top_p 1 and min_p 0 keep every token."""
 
     temperature: float = 0.0
     top_k: int = 0
     top_p: float = 1.0
+    min_p: float = 0.0  # tokens less likely than this share of the likeliest one's probability are removed
+
+    @property
+    def filters(self) -> bool:
+        """Whether any token can be removed."""
+        return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
 
     def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        """The recorded form; min_p stands in it where it does something."""
+        values = asdict(self)
+        if self.min_p == 0:
+            del values["min_p"]
+        return values
+
+
+def request_generator(prompt_id: str, seed: int) -> np.random.Generator:
+    """The random numbers of one request: its own, whatever runs beside it and in which order."""
+    digest = hashlib.sha256(f"{seed}/{prompt_id}".encode()).digest()
+    key = np.frombuffer(digest[:16], dtype=np.uint64)
+    return np.random.Generator(np.random.Philox(key=key))
 
 
 def request_uniforms(prompt_id: str, seed: int, number: int) -> np.ndarray:
-    """The random numbers of one request: number i decides reply token i, whatever else is generated beside it."""
-    digest = hashlib.sha256(f"{seed}/{prompt_id}".encode()).digest()
-    key = np.frombuffer(digest[:16], dtype=np.uint64)
-    return np.random.Generator(np.random.Philox(key=key)).random(number)
+    """The first random numbers of one request: number i decides reply token i of plain sampling."""
+    return request_generator(prompt_id, seed).random(number)
 
 
 def filtered_logprobs(logits: Tensor, sampling: Sampling) -> Tensor:
@@ -51,6 +68,19 @@ def filtered_logprobs(logits: Tensor, sampling: Sampling) -> Tensor:
     return logprobs_BV.view_as(logits)
 
 
+def filtered_probabilities(logits: Tensor, sampling: Sampling) -> Tensor:
+    """The same law [.., V] in float64, exactly normalised: what verification judges drafts by.
+
+    It keeps the very tokens that `filtered_logprobs` and `sample` keep, so replies of all three have one law.
+    """
+    if sampling.temperature == 0:
+        return filtered_logprobs(logits, sampling).double().exp()
+    scaled = logits.double() / sampling.temperature
+    if sampling.filters:
+        scaled = scaled.masked_fill(filtered_logprobs(logits, sampling) == -torch.inf, -torch.inf)
+    return scaled.softmax(-1)
+
+
 def sample(logits_BV: Tensor, sampling: Sampling, uniforms_B: Tensor | None = None) -> Tensor:
     """Draw one token a row: the one under whose share of the cumulative mass the row's uniform number falls."""
     if sampling.temperature == 0:
@@ -67,6 +97,9 @@ def sample(logits_BV: Tensor, sampling: Sampling, uniforms_B: Tensor | None = No
 def _candidates(logits_BV: Tensor, sampling: Sampling) -> tuple[Tensor | None, Tensor]:
     """Ids and renormalised log-probabilities of kept tokens, most likely first; ids None means the whole vocabulary."""
     scaled_BV = logits_BV.float() / sampling.temperature
+    if sampling.min_p:
+        threshold_B1 = scaled_BV.amax(-1, keepdim=True) + math.log(sampling.min_p)
+        scaled_BV = scaled_BV.masked_fill(scaled_BV < threshold_B1, -torch.inf)
     vocab_size = scaled_BV.shape[1]
     if sampling.top_k == 0 and sampling.top_p >= 1:
         return None, scaled_BV.log_softmax(-1)
