@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from headstart.eval.statistics import Interval, interval, mean_interval, ratio, ratio_interval, resampling_weights
+from headstart.eval.target_law import TargetLaw, emitted_logprobs
 from headstart.heads.batch import Batch
 from headstart.heads.contract import Head
 
@@ -52,21 +53,29 @@ class PromptCounts:
 
 @torch.no_grad()
 def acceptance_probabilities(
-    head: Head, batch: Batch, draft_length: int, temperature: float = 0.0
+    head: Head, batch: Batch, draft_length: int, temperature: float = 0.0, law: TargetLaw | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """r_{t,j} = P(draft j of start t is accepted | the recorded token is emitted), for every pair serving can meet.
 
-    Given that x is emitted, it came from an accepted draft with probability min(1, q(x) / p(x)): x is drafted with
-    q(x) and kept with min(1, p(x) / q(x)), out of p(x) in all. A greedy draft is the case of a one-hot q, so r is
+    By the token-wise rule (`verify_tokens`; block verification may keep more). Given that x is emitted, it came from an
+    accepted draft with probability min(1, q(x) / p(x)): x is drafted with q(x) and kept with min(1, p(x) / q(x)), out of
+    p(x) in all. p is the law the target samples by, filters applied. A greedy draft is the case of a one-hot q, so r is
     1[x = argmax q], whatever p is. Tokens outside the draft vocabulary have q = 0 and count as misses.
 
     Args:
-        temperature: of the draft; 0 drafts greedily. Above 0, p is the recorded log-probability (paths sampled at
-            temperature 1, unfiltered).
+        temperature: of the draft; 0 drafts greedily.
+        law: what the paths were drawn by; it gives p for a temperature above 0, and refuses paths of another setting at
+            any. None takes the recorded log-probabilities, which are p for paths sampled at temperature 1, unfiltered.
 
     Returns:
         accept_SD float64 (0 where invalid), start_S int64 slots, valid_SD bool, with D = draft_length.
+
+    Raises:
+        WrongInput: paths recorded at another sampling setting.
     """
+    if law is not None:
+        law.check(batch.samplings)
+    logp_T = emitted_logprobs(batch, law) if temperature > 0 else torch.zeros_like(batch.next_logprob_T)
     rollout = head.rollout(batch, draft_length)
     start_S, valid_SD = rollout.start_S, rollout.valid_SD
     pair_P2 = valid_SD.nonzero()
@@ -84,21 +93,35 @@ def acceptance_probabilities(
             known_C = head.draft_ids_V[index_C] == label_P[chunk]
             logq_CV = torch.log_softmax(logits_CV / temperature, dim=-1)
             logq_C = logq_CV.gather(1, index_C[:, None]).squeeze(1)
-            log_ratio_C = (logq_C - batch.next_logprob_T[label_slot_P[chunk]]).clamp_max(0)
-            accept_C = torch.where(known_C, log_ratio_C.double().exp(), 0.0)
+            log_ratio_C = (logq_C.double() - logp_T[label_slot_P[chunk]]).clamp_max(0)
+            accept_C = torch.where(known_C, log_ratio_C.exp(), 0.0)
         accept_SD[s_C, j_C] = accept_C.double()
     return accept_SD, start_S, valid_SD
 
 
 def reply_acceptance(
-    head: Head, batches: Iterable[Batch], draft_length: int, temperature: float = 0.0
+    head: Head,
+    batches: Iterable[Batch],
+    draft_length: int,
+    temperature: float = 0.0,
+    law: TargetLaw | None = None,
+    max_position: int | None = None,
 ) -> list[ReplyAcceptance]:
-    """Acceptance of every reply of the batches, in order; a reply of one token has no start and stays in the list."""
+    """Acceptance of every reply of the batches, in order; a reply of one token has no start and stays in the list.
+
+    Args:
+        temperature, law: as `acceptance_probabilities`.
+        max_position: slots the head can draft at, as `Drafter.max_position`; behind them nothing is drafted.
+    """
     replies = []
     for batch in batches:
         accept_SD, start_S, valid_SD = (
-            x.cpu().numpy() for x in acceptance_probabilities(head, batch, draft_length, temperature)
+            x.cpu().numpy() for x in acceptance_probabilities(head, batch, draft_length, temperature, law)
         )
+        if max_position is not None:
+            position_S = batch.position_T.cpu().numpy()[start_S]
+            valid_SD = valid_SD & (np.add.outer(position_S, np.arange(draft_length)) < max_position)
+            accept_SD = accept_SD * valid_SD
         label_S = batch.next_token_T[torch.as_tensor(start_S, device=batch.next_token_T.device) + 1].cpu().numpy()
         unknown_S = ~np.isin(label_S, head.draft_ids_V.cpu().numpy())
         row_S = np.searchsorted(np.asarray(batch.offsets[1:]), start_S, side="right")

@@ -1,4 +1,4 @@
-"""The reference decoder: speculative decoding of a batch of requests, greedy, with chain drafts.
+"""The reference decoder: speculative decoding of a batch of requests, greedy or sampled, with chain drafts.
 
 Plain decoding is this very code at draft length 0: same forward, cache, dtype and loop, so a speed-up against it is a
 speed-up. One step of a request, with `position` that of its last emitted token x_{t+1}:
@@ -8,13 +8,16 @@ speed-up. One step of a request, with `position` that of its last emitted token 
     verify    keep the drafts the target agrees with, and add its own next token from the same pass
     roll back nothing: the next step writes over the rejected positions
 
-Rows accept different numbers of drafts and stop at different times; a finished row leaves the batch.
+Rows accept different numbers of drafts and stop at different times; a finished row leaves the batch. Greedy replies are
+judged all at once by their largest logits; sampled ones row by row by the rules of `verify.py`, with random numbers that
+belong to the request. There are no grammars or penalties here: a rule that depends on what was emitted before would have
+to be asked again after every draft.
 """
 
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -22,8 +25,11 @@ from torch import Tensor
 
 from headstart.eval.acceptance import PromptCounts
 from headstart.eval.drafters import Drafter, Proposal, Session, padded
+from headstart.eval.judge import Judge, VerifyRule, new_judge, verify_greedy
+from headstart.eval.verify import Rule, Uniforms
 from headstart.heads.cache import LENGTH_STEP, PositionCache
 from headstart.heads.errors import WrongInput
+from headstart.heads.sampling import Sampling, request_generator
 from headstart.heads.target import States, Target
 
 
@@ -48,29 +54,6 @@ class Reply:
     total_s: float = 0.0
     draft_s: list[float] = field(default_factory=list)  # per step: proposing, and taking the result
     verify_s: list[float] = field(default_factory=list)  # per step: forward and verification
-
-
-# Turns target logits [B, T, V] and a proposal into each row's emitted block: accepted drafts and one token more.
-VerifyRule = Callable[[Tensor, Proposal], list[list[int]]]
-
-
-def verify_greedy(logits_BTV: Tensor, proposal: Proposal) -> list[list[int]]:
-    """Keep drafts while they are what the target would have said; then the target's own token, from the same pass.
-
-    Row b's logits at i follow its i-th fed token, so they judge draft i and, behind the last accepted draft, give the
-    corrected token (a draft was refused) or the bonus token (none was). The emitted block is a prefix of what plain
-    greedy decoding says, whatever was drafted.
-    """
-    width = logits_BTV.shape[1]
-    both = torch.cat((logits_BTV.argmax(-1), proposal.tokens_BK[:, : width - 1]), dim=1).tolist()
-    blocks = []
-    for row, length in zip(both, proposal.length_B, strict=True):
-        choice, drafts = row[:width], row[width : width + length]
-        accepted = 0
-        while accepted < length and drafts[accepted] == choice[accepted]:
-            accepted += 1
-        blocks.append(choice[: accepted + 1])
-    return blocks
 
 
 def add_block(reply: Reply, block: list[int], drafted: int, limit: int, stop_ids: set[int]) -> None:
@@ -121,13 +104,25 @@ def decode(
     whole_blocks: bool = False,
     verify: VerifyRule = verify_greedy,
     progress: Callable[[int, int], None] | None = None,
+    *,
+    sampling: Sampling | None = None,
+    draft: Literal["greedy", "sampled"] = "greedy",
+    rule: str | Rule = "tokens",
+    seed: int = 0,
+    request_ids: Sequence[str] | None = None,
 ) -> list[Reply]:
     """Decode prompts (token ids), `batch` at a time; no drafter or draft length 0 is plain decoding.
 
     Args:
         stop_ids: tokens that end a reply; default: the target's.
-        whole_blocks: draft past the token limit as engines do, for counting by their rule; replies are the same.
+        whole_blocks: draft past the token limit as engines do, for counting by their rule; greedy replies are the same.
+        verify: how greedy drafts are judged.
         progress: called with (finished, all) requests after every batch.
+        sampling: the target's law; default: greedy. The remaining arguments say something above temperature 0 only.
+        draft: `sampled` draws drafts from the drafter's softmax at the target's temperature, where it has one.
+        rule: a rule of `verify.py`, by name or itself.
+        seed, request_ids: what a request's random numbers come from; by default its index is its id. A reply does not
+            depend on the batch size or on the order of requests.
 
     Raises:
         WrongInput: an empty prompt, or one that leaves no room in the target's context.
@@ -140,10 +135,14 @@ def decode(
                 f"context of {context}.\nShorten the prompt, or choose a target with a longer context."
             )
     stops = set(target.facts.stop_ids if stop_ids is None else stop_ids)
+    sampling = sampling or Sampling()
+    names = [str(i) for i in range(len(prompts))] if request_ids is None else list(request_ids)
     order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]), reverse=True)
     replies: list[Reply | None] = [None] * len(prompts)
     for begin in range(0, len(order), batch):
         group = order[begin : begin + batch]
+        chances = [Uniforms(request_generator(names[i], seed)) for i in group]
+        judge = new_judge(sampling, draft, draft_length, rule, verify, chances)
         decoded = decode_batch(
             target,
             [list(prompts[i]) for i in group],
@@ -152,7 +151,7 @@ def decode(
             max_new_tokens,
             stops,
             whole_blocks,
-            verify,
+            judge,
         )
         for i, reply in zip(group, decoded, strict=True):
             replies[i] = reply
@@ -169,7 +168,7 @@ def decode_batch(
     max_new_tokens: int,
     stop_ids: set[int],
     whole_blocks: bool,
-    verify: VerifyRule,
+    judge: Judge,
 ) -> list[Reply]:
     """Decode requests that run together from prefill to the end of the longest reply."""
     clock = Clock(target.device)
@@ -179,7 +178,8 @@ def decode_batch(
     room = max(len(prompt) for prompt in prompts) + max_new_tokens + draft_length + 1
     cache = target.new_cache(len(prompts), min(room, context + draft_length))
     replies = [Reply() for _ in prompts]
-    states, first_tokens = prefill(target, prompts, cache)
+    states, last_BH = prefill(target, prompts, cache)
+    first_tokens = judge.first_tokens(target.logits(last_BH))
     for reply, token, limit in zip(replies, first_tokens, limits, strict=True):
         reply.token_ids.append(token)
         reply.finish_reason = "stop" if token in stop_ids else "length" if limit == 1 else ""
@@ -196,7 +196,7 @@ def decode_batch(
             for p, i in zip(position, active, strict=True)
         ]
         if session is not None and max(caps) > 0:
-            proposal = session.propose(caps)
+            proposal = judge.propose(session, active, caps)
         else:
             proposal = Proposal(torch.zeros(len(active), 0, dtype=torch.int64, device=target.device), [0] * len(active))
         draft_s = clock.lap()
@@ -207,7 +207,7 @@ def decode_batch(
             cache,
             torch.tensor([length + 1 for length in proposal.length_B], device=target.device),
         )
-        blocks = verify(target.logits(states.final), proposal)
+        blocks = judge.blocks(active, target.logits(states.final), proposal)
         verify_s = clock.lap()
         for row, i in enumerate(active):
             add_block(replies[i], blocks[row], proposal.length_B[row], limits[i], stop_ids)
@@ -221,13 +221,13 @@ def decode_batch(
     return replies
 
 
-def prefill(target: Target, prompts: list[list[int]], cache: PositionCache) -> tuple[States, list[int]]:
-    """Read the prompts in one pass: their states, and the first token of each reply."""
+def prefill(target: Target, prompts: list[list[int]], cache: PositionCache) -> tuple[States, Tensor]:
+    """Read the prompts in one pass: their states, and the final state [B, H] that each reply's first token follows."""
     tokens_BT = padded(prompts, target.device, multiple=LENGTH_STEP)
     length_B = torch.tensor([len(prompt) for prompt in prompts], device=target.device)
     states = target.forward(tokens_BT, torch.zeros_like(length_B), cache, length_B)
     last_BH = states.final[torch.arange(len(prompts), device=target.device), length_B - 1]
-    return states, target.logits(last_BH).argmax(-1).tolist()
+    return states, last_BH
 
 
 def draft_cap(position: int, draft_length: int, remaining: int | None, context: int, drafter: Drafter | None) -> int:

@@ -1,18 +1,20 @@
-"""What proposes tokens to the reference decoder: a head, n-gram lookup, or nothing.
+"""What proposes tokens to the reference decoder: a head, lookup in the request's own text, or nothing.
 
 A drafter opens a session for a batch of requests. In every step the decoder asks the session for a proposal, verifies
-it, and tells it the emitted block: the accepted drafts and the token the target added.
+it, and tells it the emitted block: the accepted drafts and the token the target added. Lookup costs nothing to train or
+run, so it is the baseline that a head has to beat. `language_model.py` has small models as drafters.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from headstart.eval.acceptance import ReplyAcceptance
+from headstart.eval.verify import invert
 from headstart.heads.contract import Head
 from headstart.heads.paths import Path
 from headstart.heads.target import States
@@ -24,6 +26,9 @@ class Proposal:
 
     tokens_BK: Tensor  # int64
     length_B: list[int]
+    law_BKV: Tensor | None = (
+        None  # float64 over the target's vocabulary: what drafts were drawn from; None: nothing random
+    )
 
 
 class Session(Protocol):
@@ -37,6 +42,37 @@ class Session(Protocol):
 
     def select(self, rows: list[int]) -> None:
         """Keep these rows, in ascending order; the others have finished."""
+
+
+class DraftSampler:
+    """Draws the j-th draft of every row from softmax(logits / temperature) with the row's j-th random number."""
+
+    def __init__(self, temperature: float, uniform_BK: np.ndarray) -> None:
+        self.temperature, self.uniform_BK = temperature, uniform_BK
+        self.laws: list[Tensor] = []  # float64 [B, Vd] of every draft so far
+
+    def __call__(self, logits_BV: Tensor) -> Tensor:
+        """Draft-vocabulary indices [B]."""
+        law_BV = (logits_BV.double() / self.temperature).softmax(-1)
+        uniform_B = self.uniform_BK[:, len(self.laws)]
+        self.laws.append(law_BV)
+        drawn = [invert(law_V, float(uniform)) for law_V, uniform in zip(law_BV, uniform_B, strict=True)]
+        return torch.tensor(drawn, device=logits_BV.device)
+
+    def law_BKV(self, ids_W: Tensor, vocab_size: int) -> Tensor:
+        """The laws of all drafts over the target's vocabulary; draft index i is target id `ids_W[i]`."""
+        law_BKW = torch.stack(self.laws, dim=1)
+        law_BKV = law_BKW.new_zeros(*law_BKW.shape[:2], vocab_size)
+        law_BKV[:, :, ids_W] = law_BKW
+        return law_BKV
+
+
+@runtime_checkable
+class SamplingSession(Session, Protocol):
+    """A session that can also draw its drafts; one that cannot proposes deterministically at every temperature."""
+
+    def sample(self, length_B: list[int], sampler: DraftSampler) -> Proposal:
+        """As `propose`, with drafts drawn by the sampler and the laws they were drawn from."""
 
 
 class Drafter(Protocol):
@@ -59,7 +95,7 @@ def padded(rows: Sequence[Sequence[int]], device: torch.device, multiple: int = 
 
 
 class HeadDrafter:
-    """A trained head, drafting greedily by its serving path (`start`, `draft`, `accept`)."""
+    """A trained head, drafting by its serving path (`start`, `draft`, `accept`)."""
 
     def __init__(self, head: Head, max_position: int | None = None) -> None:
         self.head = head
@@ -85,6 +121,10 @@ class HeadSession:
     def propose(self, length_B: list[int]) -> Proposal:
         return Proposal(self.head.draft(self.state, max(length_B)).tokens_BK, length_B)
 
+    def sample(self, length_B: list[int], sampler: DraftSampler) -> Proposal:
+        tokens_BK = self.head.draft(self.state, max(length_B), sampler).tokens_BK
+        return Proposal(tokens_BK, length_B, sampler.law_BKV(self.head.draft_ids_V, self.head.facts.vocab_size))
+
     def accept(self, states: States, blocks: list[list[int]]) -> None:
         num_slots = states.taps.shape[1]
         tokens_BT = torch.tensor([block + [0] * (num_slots - len(block)) for block in blocks], device=self.head.device)
@@ -95,14 +135,23 @@ class HeadSession:
         self.state = self.state.select(torch.tensor(rows, device=self.head.device))
 
 
+class Index(Protocol):
+    """A growing text that can be asked how it went on before."""
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        """Append tokens."""
+
+    def propose(self, length: int) -> list[int]:
+        """At most `length` tokens for what comes next; nothing where the text has no precedent."""
+
+
 class NgramIndex:
     """Last occurrence of every n-gram of a growing token list, the list's own end excluded."""
 
-    def __init__(self, tokens: Sequence[int], longest: int) -> None:
+    def __init__(self, longest: int = 3) -> None:
         self.longest = longest
         self.tokens: list[int] = []
         self._next: dict[tuple[int, ...], int] = {}  # n-gram -> index of the token that followed it last
-        self.extend(tokens)
 
     def extend(self, tokens: Sequence[int]) -> None:
         for token in tokens:
@@ -112,7 +161,7 @@ class NgramIndex:
             self.tokens.append(token)
 
     def propose(self, length: int) -> list[int]:
-        """What followed the last earlier occurrence of the longest suffix that has one; nothing where none has."""
+        """What followed the last earlier occurrence of the longest suffix that has one, of at most `longest` tokens."""
         for n in range(min(self.longest, len(self.tokens)), 0, -1):
             begin = self._next.get(tuple(self.tokens[-n:]))
             if begin is not None:
@@ -120,26 +169,69 @@ class NgramIndex:
         return []
 
 
-class NgramDrafter:
-    """n-gram (prompt) lookup: drafts cost nothing, so it is the baseline a head has to beat."""
+class SuffixIndex:
+    """The longest suffix that occurred before, however long; the newest occurrence where several are as long.
 
-    name = "ngram"
+    A simple form of suffix decoding (Oliaro et al., arXiv 2411.04975): it looks at the request's own text only and follows
+    one occurrence, with no tree of other requests and no frequencies.
+    """
+
+    def __init__(self) -> None:
+        self.token_N = np.zeros(0, dtype=np.int64)
+        self._match_N = np.zeros(0, dtype=np.int64)  # entry e: tokens that x_0..x_{e-1} and the whole text end alike in
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        for token in tokens:
+            # Two ends that agree in m tokens agree in m + 1 if the same token follows both, else in none.
+            longer_N = np.where(self.token_N == token, self._match_N + 1, 0)
+            self._match_N = np.concatenate(([0], longer_N))
+            self.token_N = np.append(self.token_N, token)
+
+    def propose(self, length: int) -> list[int]:
+        """What followed that occurrence."""
+        if self._match_N.max(initial=0) == 0:
+            return []
+        begin = len(self._match_N) - 1 - int(self._match_N[::-1].argmax())
+        return [int(token) for token in self.token_N[begin : begin + length]]
+
+
+class LookupDrafter:
+    """Drafts from an index of each request's own tokens."""
+
     max_position: int | None = None
 
-    def __init__(self, longest: int = 3) -> None:
-        self.longest = longest
+    def __init__(self, name: str, new_index: Callable[[], Index]) -> None:
+        self.name = name
+        self.new_index = new_index
 
     def start(
         self, prompts: list[list[int]], first_tokens: list[int], states: States, max_length: int
-    ) -> "NgramSession":
-        contexts = [[*prompt, first] for prompt, first in zip(prompts, first_tokens, strict=True)]
-        return NgramSession([NgramIndex(context, self.longest) for context in contexts], states.final.device)
+    ) -> "LookupSession":
+        indexes = []
+        for prompt, first in zip(prompts, first_tokens, strict=True):
+            indexes.append(self.new_index())
+            indexes[-1].extend([*prompt, first])
+        return LookupSession(indexes, states.final.device)
 
 
-class NgramSession:
-    """Session of n-gram lookup."""
+class NgramDrafter(LookupDrafter):
+    """n-gram (prompt) lookup: suffixes of at most `longest` tokens."""
 
-    def __init__(self, indexes: list[NgramIndex], device: torch.device) -> None:
+    def __init__(self, longest: int = 3) -> None:
+        super().__init__("ngram", lambda: NgramIndex(longest))
+
+
+class SuffixDrafter(LookupDrafter):
+    """Suffix lookup: suffixes of any length."""
+
+    def __init__(self) -> None:
+        super().__init__("suffix", SuffixIndex)
+
+
+class LookupSession:
+    """Session of a lookup drafter."""
+
+    def __init__(self, indexes: list[Index], device: torch.device) -> None:
         self.indexes, self.device = indexes, device
 
     def propose(self, length_B: list[int]) -> Proposal:
@@ -154,15 +246,19 @@ class NgramSession:
         self.indexes = [self.indexes[row] for row in rows]
 
 
-def ngram_acceptance(paths: Sequence[Path], draft_length: int, longest: int = 3) -> list[ReplyAcceptance]:
-    """Exact offline acceptance of n-gram lookup: its drafts depend on nothing but the recorded tokens."""
+def lookup_acceptance(paths: Sequence[Path], draft_length: int, drafter: LookupDrafter) -> list[ReplyAcceptance]:
+    """Exact offline acceptance of lookup: its drafts depend on nothing but the recorded tokens.
+
+    A looked-up draft is a one-hot law, so given that x is emitted it was kept exactly if it is x, at any temperature.
+    """
     replies = []
     for path in paths:
         tokens = path.token_N.tolist()
         num_starts = max(path.num_reply_tokens - 1, 0)
         accept_TK = np.zeros((num_starts, draft_length))
         judged_TK = np.zeros((num_starts, draft_length), dtype=bool)
-        index = NgramIndex(tokens[: path.num_prompt_tokens], longest)
+        index = drafter.new_index()
+        index.extend(tokens[: path.num_prompt_tokens])
         for start in range(num_starts):
             index.extend([tokens[path.num_prompt_tokens + start]])
             begin = path.num_prompt_tokens + start + 1
@@ -171,3 +267,8 @@ def ngram_acceptance(paths: Sequence[Path], draft_length: int, longest: int = 3)
                 accept_TK[start, j] = draft == token
         replies.append(ReplyAcceptance(path.prompt_id, path.route, accept_TK, judged_TK, num_out_of_vocab=0))
     return replies
+
+
+def ngram_acceptance(paths: Sequence[Path], draft_length: int, longest: int = 3) -> list[ReplyAcceptance]:
+    """Exact offline acceptance of n-gram lookup."""
+    return lookup_acceptance(paths, draft_length, NgramDrafter(longest))

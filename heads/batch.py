@@ -5,7 +5,7 @@ token, which the target never has to read, needs no feature. Everything the cont
 the label of (t, j) is x_{t+2+j} = `next_token_T[t+1+j]`, its teacher is the target's distribution after slot t+1+j.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -27,6 +27,7 @@ class Batch:
     offsets: list[int]  # R + 1 row boundaries
     prompt_ids: list[str]
     routes: list[str]
+    samplings: list[dict[str, Any]] = field(default_factory=list)  # setting each path was recorded at
 
     @property
     def num_tokens(self) -> int:
@@ -103,4 +104,5 @@ def pack(rows: list[tuple[Path, Tensor, Tensor]], num_slots: int | None = None) 
         offsets=offsets,
         prompt_ids=[p.prompt_id for p in paths],
         routes=[p.route for p in paths],
+        samplings=[p.sampling for p in paths],
     )

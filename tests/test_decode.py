@@ -7,15 +7,21 @@ import torch
 from headstart.eval.acceptance import acceptance_probabilities, acceptance_row, count_replies, reply_acceptance
 from headstart.eval.decode import decode, live_counts
 from headstart.eval.drafters import HeadDrafter, NgramDrafter, ngram_acceptance
+from headstart.eval.language_model import LanguageModelDrafter
 from headstart.heads.batch import pack, supervised_pairs
-from headstart.heads.checkpoint import build_head
 from headstart.heads.contract import Draft, Head, Rollout, greedy
 from headstart.heads.errors import WrongInput
-from headstart.heads.paths import Path
-from headstart.heads.settings import Eagle3Settings
+from headstart.heads.sampling import Sampling
 from tests.scripted import ScriptedDrafter
-
-NO_STOP: list[int] = []
+from tests.small_decoding import (
+    NO_STOP,
+    continuations,
+    fitted_head,
+    make_path,
+    make_prompts,
+    random_model,
+    untrained_head,
+)
 
 
 class CopyState:
@@ -73,56 +79,6 @@ class CopyHead(Head):
         pass
 
 
-def make_prompts(target, lengths, seed=0):
-    generator = np.random.default_rng(seed)
-    return [[1, *generator.integers(5, target.facts.num_tokens, size=n - 1).tolist()] for n in lengths]
-
-
-def make_path(prompt, reply, name="p"):
-    return Path(
-        prompt_id=name,
-        route="chat",
-        split="heldout",
-        token_N=np.array([*prompt, *reply], dtype=np.int32),
-        generated_N=np.array([False] * len(prompt) + [True] * len(reply)),
-        logprob_N=np.array([np.nan] * len(prompt) + [-1.0] * len(reply), dtype=np.float32),
-        finish_reason="length",
-        sampling={"temperature": 0.0},
-    )
-
-
-def untrained_head(target, seed=0):
-    torch.manual_seed(seed)
-    ids = torch.arange(0, target.facts.num_tokens, 2)
-    head = build_head(Eagle3Settings(), target.facts, ids)
-    head.load_target(target, initialise=True)
-    return head.eval()
-
-
-def fitted_head(target, paths, steps=40):
-    """A head fitted to some recorded paths in a second, so that drafts are accepted, but not always."""
-    head = untrained_head(target).train()
-    states = target.read([path.token_N for path in paths])
-    batch = pack([(path, s.taps.clone(), s.final.clone()) for path, s in zip(paths, states, strict=True)])
-    optimizer = torch.optim.Adam(head.parameters(), lr=3e-3)
-    for _ in range(steps):
-        rollout = head.rollout(batch, 3)
-        s_P, j_P = rollout.valid_SD.nonzero(as_tuple=True)
-        label_P = batch.next_token_T[rollout.start_S[s_P] + 1 + j_P]
-        index_P = torch.searchsorted(head.draft_ids_V, label_P).clamp(max=len(head.draft_ids_V) - 1)
-        known_P = head.draft_ids_V[index_P] == label_P
-        loss = torch.nn.functional.cross_entropy(head.logits(rollout.state_SDH[s_P, j_P])[known_P], index_P[known_P])
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-    return head.eval()
-
-
-def continuations(target, prompts, num_tokens):
-    replies = decode(target, prompts, None, 0, num_tokens, stop_ids=NO_STOP)
-    return {tuple(p): r.token_ids for p, r in zip(prompts, replies, strict=True)}
-
-
 def offline_counts(head, target, paths, draft_length):
     states = target.read([path.token_N for path in paths])
     batch = pack([(path, s.taps, s.final) for path, s in zip(paths, states, strict=True)])
@@ -171,7 +127,7 @@ def test_offline_equals_live_step_for_step(tiny_target, heads, kind, draft_lengt
 def test_sampled_draft_is_kept_with_min_of_one_and_q_over_p(tiny_target, heads, kind):
     prompts = make_prompts(tiny_target, [6, 14])
     replies = make_prompts(tiny_target, [12, 9], seed=1)  # any tokens: the law holds for each
-    paths = [make_path(p, r, name) for p, r, name in zip(prompts, replies, "ab", strict=True)]
+    paths = [make_path(p, r, name, Sampling(1.0)) for p, r, name in zip(prompts, replies, "ab", strict=True)]
     states = tiny_target.read([path.token_N for path in paths])
     for path, state in zip(paths, states, strict=True):
         logp_NV = torch.log_softmax(tiny_target.logits(state.final), -1)
@@ -257,7 +213,13 @@ def test_stop_token_anywhere_in_a_block_ends_the_reply(tiny_target, position):
 def test_token_limit_below_the_draft_length_caps_the_draft(tiny_target, max_new_tokens):
     prompts = make_prompts(tiny_target, [10, 13])
     text = continuations(tiny_target, prompts, 20)
-    drafters = [ScriptedDrafter(text, 9), ScriptedDrafter(text, 1), HeadDrafter(untrained_head(tiny_target)), None]
+    drafters = [
+        ScriptedDrafter(text, 9),
+        ScriptedDrafter(text, 1),
+        HeadDrafter(untrained_head(tiny_target)),
+        LanguageModelDrafter(random_model(tiny_target), tiny_target.facts),
+        None,
+    ]
     for drafter in drafters:
         for whole in (False, True):
             got = decode(tiny_target, prompts, drafter, 8, max_new_tokens, NO_STOP, batch=2, whole_blocks=whole)
@@ -274,7 +236,8 @@ def test_prompt_near_the_context_limit(tiny_target, left):
     plain = decode(tiny_target, prompts, None, 0, 20, NO_STOP)
     text = {tuple(p): r.token_ids for p, r in zip(prompts, plain, strict=True)}
     assert [len(r.token_ids) for r in plain] == [left, 20]
-    for drafter in (ScriptedDrafter(text, 9), HeadDrafter(untrained_head(tiny_target))):
+    model = LanguageModelDrafter(random_model(tiny_target), tiny_target.facts)
+    for drafter in (ScriptedDrafter(text, 9), HeadDrafter(untrained_head(tiny_target)), model):
         got = decode(tiny_target, prompts, drafter, 8, 20, NO_STOP, batch=2, whole_blocks=True)
         assert [r.token_ids for r in got] == [r.token_ids for r in plain]
 

@@ -4,7 +4,15 @@ import numpy as np
 import pytest
 import torch
 
-from headstart.heads.sampling import NUM_CANDIDATES, Sampling, filtered_logprobs, request_uniforms, sample
+from headstart.heads.sampling import (
+    NUM_CANDIDATES,
+    Sampling,
+    filtered_logprobs,
+    filtered_probabilities,
+    request_generator,
+    request_uniforms,
+    sample,
+)
 
 RULES = [
     Sampling(1.0),
@@ -13,13 +21,16 @@ RULES = [
     Sampling(1.3, top_p=0.8),
     Sampling(0.9, top_k=20, top_p=0.6),
     Sampling(1.0, top_p=0.999),
+    Sampling(0.8, min_p=0.1),
+    Sampling(1.2, top_k=30, top_p=0.7, min_p=0.02),
 ]
 
 
 def plain_distribution(logits_V: np.ndarray, sampling: Sampling) -> np.ndarray:
-    """Temperature, top-k, then the smallest set of at least top_p mass, by sorting everything in double precision."""
+    """Temperature, min-p, top-k, then the smallest set of at least top_p mass, by sorting in double precision."""
     order = np.argsort(-logits_V, kind="stable")
     scaled = logits_V[order].astype(np.float64) / sampling.temperature
+    scaled[np.exp(scaled - scaled[0]) < sampling.min_p] = -np.inf
     if sampling.top_k:
         scaled[sampling.top_k :] = -np.inf
     mass = np.exp(scaled - scaled.max())
@@ -38,6 +49,22 @@ def test_filtered_distribution_is_the_plainly_sorted_one(sampling, vocab_size):
     for row in range(3):
         # Single precision may put the last kept token on the other side of top_p: as much mass as that token has.
         np.testing.assert_allclose(found[row], plain_distribution(logits[row].numpy(), sampling), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("sampling", [*RULES, Sampling()], ids=str)
+def test_the_law_verification_judges_by_is_the_one_tokens_are_drawn_from(sampling):
+    logits = torch.randn(2, 3, 700, generator=torch.Generator().manual_seed(4)) * 2
+    logits[..., 600:] = -torch.inf
+    law, logprobs = filtered_probabilities(logits, sampling), filtered_logprobs(logits, sampling)
+    assert law.dtype == torch.float64
+    torch.testing.assert_close(law.sum(-1), torch.ones(2, 3, dtype=torch.float64), rtol=1e-14, atol=0)
+    assert torch.equal(law > 0, logprobs > -torch.inf)
+    torch.testing.assert_close(law, logprobs.double().exp(), rtol=1e-5, atol=0)
+
+
+def test_a_setting_without_min_p_is_recorded_as_before():
+    assert Sampling(0.7, 5, 0.9).to_dict() == {"temperature": 0.7, "top_k": 5, "top_p": 0.9}
+    assert Sampling(0.7, min_p=0.1).to_dict() == {"temperature": 0.7, "top_k": 0, "top_p": 1.0, "min_p": 0.1}
 
 
 def test_a_flat_distribution_needs_more_than_the_usual_candidates():
@@ -75,5 +102,6 @@ def test_greedy_takes_the_first_of_equal_logits():
 def test_random_numbers_belong_to_the_request():
     numbers = request_uniforms("a", 0, 8)
     assert numbers.tolist() == request_uniforms("a", 0, 16)[:8].tolist()
+    assert numbers.tolist() == request_generator("a", 0).random(8).tolist()
     assert numbers.tolist() != request_uniforms("b", 0, 8).tolist()
     assert numbers.tolist() != request_uniforms("a", 1, 8).tolist()

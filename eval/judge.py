@@ -1,0 +1,117 @@
+"""What the sampling setting decides in a step: the first token, how drafts are made, and which of them stand."""
+
+from collections.abc import Callable
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from headstart.eval.drafters import DraftSampler, Proposal, SamplingSession, Session
+from headstart.eval.verify import RULES, Rule, Uniforms
+from headstart.heads.sampling import Sampling, filtered_probabilities
+
+# Turns target logits [B, T, V] and a proposal into each row's emitted block: accepted drafts and one token more.
+VerifyRule = Callable[[Tensor, Proposal], list[list[int]]]
+
+
+def verify_greedy(logits_BTV: Tensor, proposal: Proposal) -> list[list[int]]:
+    """Keep drafts while they are what the target would have said; then the target's own token, from the same pass.
+
+    Row b's logits at i follow its i-th fed token, so they judge draft i and, behind the last accepted draft, give the
+    corrected token (a draft was refused) or the bonus token (none was). The emitted block is a prefix of what plain
+    greedy decoding says, whatever was drafted.
+    """
+    width = logits_BTV.shape[1]
+    both = torch.cat((logits_BTV.argmax(-1), proposal.tokens_BK[:, : width - 1]), dim=1).tolist()
+    blocks = []
+    for row, length in zip(both, proposal.length_B, strict=True):
+        choice, drafts = row[:width], row[width : width + length]
+        accepted = 0
+        while accepted < length and drafts[accepted] == choice[accepted]:
+            accepted += 1
+        blocks.append(choice[: accepted + 1])
+    return blocks
+
+
+class Judge(Protocol):
+    """What depends on the sampling setting; `active` are the requests of the batch rows."""
+
+    def first_tokens(self, logits_BV: Tensor) -> list[int]:
+        """The first token of every request, from prefill's logits."""
+
+    def propose(self, session: Session, active: list[int], length_B: list[int]) -> Proposal:
+        """Drafts of the rows, as long as told at most."""
+
+    def blocks(self, active: list[int], logits_BTV: Tensor, proposal: Proposal) -> list[list[int]]:
+        """The emitted block of every row."""
+
+
+class GreedyJudge:
+    """Temperature 0: the largest logit, over the whole batch at once."""
+
+    def __init__(self, verify: VerifyRule) -> None:
+        self._verify = verify
+
+    def first_tokens(self, logits_BV: Tensor) -> list[int]:
+        return logits_BV.argmax(-1).tolist()
+
+    def propose(self, session: Session, active: list[int], length_B: list[int]) -> Proposal:
+        return session.propose(length_B)
+
+    def blocks(self, active: list[int], logits_BTV: Tensor, proposal: Proposal) -> list[list[int]]:
+        return self._verify(logits_BTV, proposal)
+
+
+class SampledJudge:
+    """Temperature above 0: every request has its own random numbers, used up in an order that depends on it alone."""
+
+    def __init__(
+        self, sampling: Sampling, sampled_drafts: bool, draft_length: int, rule: Rule, chances: list[Uniforms]
+    ) -> None:
+        self.sampling, self.sampled_drafts, self.draft_length = sampling, sampled_drafts, draft_length
+        self.rule, self.chances = rule, chances
+
+    def first_tokens(self, logits_BV: Tensor) -> list[int]:
+        law_BV = filtered_probabilities(logits_BV, self.sampling).cpu()
+        return [chance.draw(law_V) for chance, law_V in zip(self.chances, law_BV, strict=True)]
+
+    def propose(self, session: Session, active: list[int], length_B: list[int]) -> Proposal:
+        if not (self.sampled_drafts and isinstance(session, SamplingSession)):
+            return session.propose(length_B)
+        # Always the same number for a row that drafts, though its neighbours decide how many are looked at.
+        unused_K = np.zeros(self.draft_length)
+        rows = [
+            self.chances[i].numbers(self.draft_length) if length else unused_K
+            for i, length in zip(active, length_B, strict=True)
+        ]
+        return session.sample(length_B, DraftSampler(self.sampling.temperature, np.stack(rows)))
+
+    def blocks(self, active: list[int], logits_BTV: Tensor, proposal: Proposal) -> list[list[int]]:
+        target_BTV = filtered_probabilities(logits_BTV, self.sampling).cpu()
+        draft_BKV = None if proposal.law_BKV is None else proposal.law_BKV.cpu()
+        tokens = proposal.tokens_BK.tolist()
+        return [
+            self.rule(
+                target_BTV[row, : length + 1],
+                None if draft_BKV is None else draft_BKV[row, :length],
+                tokens[row][:length],
+                self.chances[i],
+            )
+            for row, (i, length) in enumerate(zip(active, proposal.length_B, strict=True))
+        ]
+
+
+def new_judge(
+    sampling: Sampling, draft: str, draft_length: int, rule: str | Rule, verify: VerifyRule, chances: list[Uniforms]
+) -> Judge:
+    """The judge of one batch; `chances` are those of its requests."""
+    if draft not in ("greedy", "sampled"):
+        raise ValueError(f"draft is {draft!r}, expected greedy or sampled")
+    if sampling.temperature == 0:
+        return GreedyJudge(verify)
+    if verify is not verify_greedy:
+        raise ValueError("verify judges greedy drafts at temperature 0; above it, rule does")
+    return SampledJudge(
+        sampling, draft == "sampled", draft_length, RULES[rule] if isinstance(rule, str) else rule, chances
+    )

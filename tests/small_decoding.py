@@ -1,0 +1,92 @@
+"""What tests of decoding share: prompts, paths, small heads and small models on the tiny target."""
+
+import copy
+from dataclasses import replace
+
+import numpy as np
+import torch
+from transformers import LlamaForCausalLM
+
+from headstart.eval.decode import decode
+from headstart.heads.batch import pack
+from headstart.heads.checkpoint import build_head
+from headstart.heads.paths import Path
+from headstart.heads.settings import Eagle3Settings
+from headstart.heads.target import Target
+
+NO_STOP: list[int] = []
+
+
+def make_prompts(target, lengths, seed=0):
+    generator = np.random.default_rng(seed)
+    return [[1, *generator.integers(5, target.facts.num_tokens, size=n - 1).tolist()] for n in lengths]
+
+
+def make_path(prompt, reply, name="p", sampling=None):
+    return Path(
+        prompt_id=name,
+        route="chat",
+        split="heldout",
+        token_N=np.array([*prompt, *reply], dtype=np.int32),
+        generated_N=np.array([False] * len(prompt) + [True] * len(reply)),
+        logprob_N=np.array([np.nan] * len(prompt) + [-1.0] * len(reply), dtype=np.float32),
+        finish_reason="length",
+        sampling=sampling.to_dict() if sampling else {"temperature": 0.0},
+    )
+
+
+def untrained_head(target, seed=0):
+    torch.manual_seed(seed)
+    ids = torch.arange(0, target.facts.num_tokens, 2)
+    head = build_head(Eagle3Settings(), target.facts, ids)
+    head.load_target(target, initialise=True)
+    return head.eval()
+
+
+def fitted_head(target, paths, steps=40):
+    """A head fitted to some recorded paths in a second, so that drafts are accepted, but not always."""
+    head = untrained_head(target).train()
+    states = target.read([path.token_N for path in paths])
+    batch = pack([(path, s.taps.clone(), s.final.clone()) for path, s in zip(paths, states, strict=True)])
+    optimizer = torch.optim.Adam(head.parameters(), lr=3e-3)
+    for _ in range(steps):
+        rollout = head.rollout(batch, 3)
+        s_P, j_P = rollout.valid_SD.nonzero(as_tuple=True)
+        label_P = batch.next_token_T[rollout.start_S[s_P] + 1 + j_P]
+        index_P = torch.searchsorted(head.draft_ids_V, label_P).clamp(max=len(head.draft_ids_V) - 1)
+        known_P = head.draft_ids_V[index_P] == label_P
+        loss = torch.nn.functional.cross_entropy(head.logits(rollout.state_SDH[s_P, j_P])[known_P], index_P[known_P])
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return head.eval()
+
+
+def continuations(target, prompts, num_tokens):
+    replies = decode(target, prompts, None, 0, num_tokens, stop_ids=NO_STOP)
+    return {tuple(p): r.token_ids for p, r in zip(prompts, replies, strict=True)}
+
+
+def random_model(target, num_layers=1, vocab_size=504, num_tokens=None, seed=0):
+    """A small model with the target's tokenizer that knows nothing of the target; its table may have another size."""
+    config = copy.deepcopy(target.model.config)
+    config.num_hidden_layers, config.vocab_size = num_layers, vocab_size
+    torch.manual_seed(seed)
+    model = LlamaForCausalLM(config).eval().requires_grad_(False)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 2:
+                parameter.mul_(10)  # peaked enough to have opinions
+    facts = replace(target.facts, num_layers=num_layers, vocab_size=vocab_size, num_tokens=num_tokens or 500)
+    return Target(model, target.tokenizer, facts, taps=[0])
+
+
+def noisy_model(target, noise=0.05, seed=0):
+    """A model that often agrees with the target: its weights with noise, as a share of their size."""
+    model = copy.deepcopy(target.model)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 2:
+                parameter += noise * parameter.std() * torch.randn(parameter.shape, generator=generator)
+    return Target(model, target.tokenizer, target.facts, taps=[0])
