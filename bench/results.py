@@ -10,11 +10,11 @@ from headstart.heads.store import read_json
 MISSING = "not measured"
 
 
-def offline(rows: list[dict[str, Any]], lookup: bool, draft_length: int) -> str:
-    """accept_len of the head, or of n-gram lookup, over all routes."""
+def offline(rows: list[dict[str, Any]], drafter: str, draft_length: int) -> str:
+    """accept_len of the head's kind or of n-gram lookup, over all routes."""
     for row in rows:
         whole = row["source"] == "offline" and row["route"] == row["context"] == "all" and row["draft"] == "greedy"
-        if whole and row["draft_length"] == draft_length and (row["drafter"] == "ngram") == lookup:
+        if whole and row["draft_length"] == draft_length and row["drafter"] == drafter:
             return interval_text(row["accept_len"], missing=MISSING)
     return MISSING
 
@@ -30,7 +30,8 @@ def main(run: Path) -> None:
     for length in sorted({row["draft_length"] for row in acceptance["rows"] if row["source"] == "offline"}):
         timed = [row for row in speed["rows"] if row["draft_length"] == length and row["drafter"] != "ngram"]
         speedup = interval_text(timed[0]["speedup"] if timed else None, missing=MISSING)
-        head, lookup = (offline(acceptance["rows"], of_lookup, length) for of_lookup in (False, True))
+        kind = acceptance["checkpoint"]["kind"]
+        head, lookup = (offline(acceptance["rows"], drafter, length) for drafter in (kind, "ngram"))
         print(f"| {machine} | {length} | {head} | {speedup} | {lookup} |")
 
 

@@ -21,7 +21,7 @@ from headstart.eval.acceptance import (
     reply_acceptance,
 )
 from headstart.eval.contexts import by_context
-from headstart.eval.drafters import ngram_acceptance
+from headstart.eval.drafters import SuffixDrafter, lookup_acceptance, ngram_acceptance
 from headstart.eval.gate import SCHEMAS, of_checkpoint, read_evals, same_checkpoint, settings_hash
 from headstart.eval.identity import overall_verdict
 from headstart.eval.live import measure_live
@@ -42,10 +42,12 @@ from headstart.eval.speed import (
 from headstart.eval.statistics import LEVEL, looks, relative_width
 from headstart.eval.subject import Subject, read_batches
 from headstart.eval.summary import summary
+from headstart.eval.target_law import TargetLaw
 from headstart.heads.checkpoint import checkpoint_identity, load_head
 from headstart.heads.errors import WrongInput
 from headstart.heads.intervals import interval_text
 from headstart.heads.paths import Path
+from headstart.heads.sampling import Sampling
 from headstart.heads.store import hash_json, read_json, write_json
 from headstart.heads.target import Target
 
@@ -175,18 +177,21 @@ def head_acceptance(subject: Subject) -> list[ReplyAcceptance]:
 def measure_acceptance(
     subject: Subject, replies: list[ReplyAcceptance]
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Offline rows of the head and n-gram lookup, and the rows of prompts.json they are sums of.
+    """Offline rows of the head and of lookup, and the rows of prompts.json they are sums of.
 
     Every draft length has a row over all prompts, one for each route, and one for each bucket of prompt lengths.
     """
     target, head, paths, settings = subject.target, subject.head, subject.paths, subject.settings
     longest = max(settings.draft_lengths)
     sources = [(head.kind, "greedy", replies)]
-    if subject.sampling == (1.0, 0, 1.0):
-        sampled = reply_acceptance(head, read_batches(target, head, paths), longest, temperature=1.0)
+    sampling = Sampling(**paths[0].sampling)
+    if sampling.temperature > 0:
+        law = TargetLaw(target, sampling)
+        sampled = reply_acceptance(head, read_batches(target, head, paths), longest, sampling.temperature, law)
         sources.append((head.kind, "sampled", sampled))
     if settings.ngram:
         sources.append(("ngram", "greedy", ngram_acceptance(paths, longest)))
+        sources.append(("suffix", "greedy", lookup_acceptance(paths, longest, SuffixDrafter())))
     prompt_tokens = {path.prompt_id: path.num_prompt_tokens for path in paths}
     rows: list[dict[str, Any]] = []
     sums: list[dict[str, Any]] = []

@@ -29,7 +29,7 @@ class EvalSettings:
     speed_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """auto times plain decoding in float32 and bfloat16 and takes the faster."""
     ngram: bool = True
-    """Measure n-gram (prompt) lookup beside the head."""
+    """Measure n-gram (prompt) lookup, and suffix lookup offline, beside the head."""
     replicates: Positive = 2000
     """Bootstrap replicates, drawn over prompts."""
     stop_at_width: NonNegative = 0.0

@@ -207,7 +207,7 @@ def test_paths_of_several_sampling_settings_are_refused(tiny_target, recorded, t
 
 def test_sampled_replies_have_no_greedy_verdict(tiny_target, recorded, tmp_path):
     save_head(tmp_path, fitted_head(tiny_target, recorded[:2], steps=2), step=1)
-    sampling = {"temperature": 1.0, "top_k": 0, "top_p": 1.0}
+    sampling = {"temperature": 0.7, "top_k": 0, "top_p": 0.9}
     sampled = [dataclasses.replace(path, sampling=sampling) for path in recorded]
     results = evaluate(
         lambda dtype: tiny_target, tmp_path, sampled, SETTINGS, tmp_path / "eval", tell=lambda line: None
@@ -216,7 +216,7 @@ def test_sampled_replies_have_no_greedy_verdict(tiny_target, recorded, tmp_path)
     assert results["speed"] is None
     rows = results["acceptance"]["rows"]
     assert {row["draft"] for row in rows if row["drafter"] == "eagle3"} == {"greedy", "sampled"}
-    assert all(row["temperature"] == 1.0 for row in rows)
+    assert all((row["temperature"], row["top_p"]) == (0.7, 0.9) for row in rows)
 
 
 def test_generate_gives_the_plain_replies(tiny_target):

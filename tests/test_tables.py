@@ -260,9 +260,9 @@ def test_stored_sums_give_the_figures_of_the_table(measured):
     folder, _ = measured
     assert prompts_violations(folder / "prompts.json") == []
     sums, rows = read_json(folder / "prompts.json"), read_json(folder / "acceptance.json")["rows"]
-    assert len(sums["rows"]) == 4  # the head and n-gram lookup, at two draft lengths
+    assert len(sums["rows"]) == 6  # the head, n-gram and suffix lookup, at two draft lengths
     for stored in sums["rows"]:
-        assert (stored["checkpoint"] is None) == (stored["drafter"] == "ngram")
+        assert (stored["checkpoint"] is None) == (stored["drafter"] in ("ngram", "suffix"))
         for row in rows:
             if (
                 all(row[name] == stored[name] for name in ("drafter", "draft", "draft_length"))
