@@ -66,9 +66,10 @@ def check_comparable(heads: Sequence[PromptSums]) -> None:
             problems.append(
                 f"prompts ({len(reference.prompt_ids)} there, {len(head.prompt_ids)} here, {shared} in both)"
             )
-        for name, value in reference.conditions.items():
-            if head.conditions[name] != value:
-                problems.append(f"{name} ({value!r} there, {head.conditions[name]!r} here)")
+        for name in {**reference.conditions, **head.conditions}:
+            there, here = reference.conditions.get(name), head.conditions.get(name)
+            if there != here:
+                problems.append(f"{name} ({there!r} there, {here!r} here)")
         if problems:
             raise WrongInput(
                 f"{head.label} cannot be compared with {reference.label}. It differs in:\n  "

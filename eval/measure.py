@@ -9,6 +9,7 @@ Three measurements of one checkpoint on the held-out replies, in this order, eac
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path as FilePath
 from typing import Any
 
@@ -88,7 +89,7 @@ def evaluate(
     head = load_head(head_folder, target).to(target.device).eval().pack()
     all_routes = sorted({*routes, *(path.route for path in paths)})
     subject = Subject(target, head, list(paths), all_routes, settings, seed, tell)
-    greedy = subject.sampling[0] == 0
+    greedy = subject.sampling.temperature == 0
     if not greedy and wanted & {"live", "lossless"}:
         tell("replies were sampled: greedy identity does not apply, the verdict stays inconclusive")
 
@@ -229,11 +230,10 @@ def write_acceptance(
 def write_prompt_sums(
     subject: Subject, folder: FilePath, names: dict[str, Any], sums: Sequence[dict[str, Any]]
 ) -> None:
-    temperature, top_k, top_p = subject.sampling
     content = {
         "target": names["target"],
         "prompts": names["prompts"],
-        "sampling": {"temperature": temperature, "top_k": top_k, "top_p": top_p},
+        "sampling": asdict(subject.sampling),
         "prompt_ids": [path.prompt_id for path in subject.paths],
         "routes": [path.route for path in subject.paths],
         "prompt_tokens": [path.num_prompt_tokens for path in subject.paths],

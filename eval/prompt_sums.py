@@ -1,7 +1,7 @@
 """eval/prompts.json: each held-out prompt's tokens and steps, from which measured heads are compared without a model.
 
     {"schema":"headstart.prompts/1","target":{"name","fingerprint"},"prompts":{"name","sha256","max_new_tokens"},
-     "sampling":{"temperature","top_k","top_p"},
+     "sampling":{"temperature","top_k","top_p","min_p"},
      "prompt_ids":[..],"routes":[..],"prompt_tokens":[..],"num_tokens":[..],                    one entry a prompt
      "rows":[{"checkpoint":{"kind","step","sha256"},"drafter","draft","draft_length","num_steps":[..]}]}
 

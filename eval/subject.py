@@ -9,6 +9,7 @@ from headstart.eval.settings import EvalSettings
 from headstart.heads.batch import Batch, pack
 from headstart.heads.contract import Head
 from headstart.heads.paths import Path
+from headstart.heads.sampling import Sampling
 from headstart.heads.target import Target
 
 READ_PATHS = 16  # held-out paths whose features are in memory at once
@@ -27,21 +28,16 @@ class Subject:
     tell: Callable[[str], None]
 
     @property
-    def sampling(self) -> tuple[float, int, float]:
-        sampling = self.paths[0].sampling
-        return (
-            float(sampling.get("temperature", 0.0)),
-            int(sampling.get("top_k", 0)),
-            float(sampling.get("top_p", 1.0)),
-        )
+    def sampling(self) -> Sampling:
+        return Sampling(**self.paths[0].sampling)
 
     def row(self, counts: Sequence[PromptCounts], **names: Any) -> dict[str, Any]:
-        temperature, top_k, top_p = self.sampling
+        sampling = self.sampling
         return acceptance_row(
             counts,
-            temperature=temperature,
-            top_k=top_k,
-            top_p=top_p,
+            temperature=sampling.temperature,
+            top_k=sampling.top_k,
+            top_p=sampling.top_p,
             replicates=self.settings.replicates,
             seed=self.seed,
             **names,

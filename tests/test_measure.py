@@ -205,9 +205,10 @@ def test_paths_of_several_sampling_settings_are_refused(tiny_target, recorded, t
             evaluate(lambda dtype: tiny_target, tmp_path, paths, SETTINGS, tmp_path / "eval")
 
 
-def test_sampled_replies_have_no_greedy_verdict(tiny_target, recorded, tmp_path):
+@pytest.mark.parametrize("sampling", [(1.0, 0, 1.0), (0.7, 40, 0.9)])
+def test_sampled_replies_have_no_greedy_verdict(tiny_target, recorded, tmp_path, sampling):
     save_head(tmp_path, fitted_head(tiny_target, recorded[:2], steps=2), step=1)
-    sampling = {"temperature": 0.7, "top_k": 0, "top_p": 0.9}
+    sampling = dict(zip(("temperature", "top_k", "top_p"), sampling, strict=True))
     sampled = [dataclasses.replace(path, sampling=sampling) for path in recorded]
     results = evaluate(
         lambda dtype: tiny_target, tmp_path, sampled, SETTINGS, tmp_path / "eval", tell=lambda line: None
@@ -216,7 +217,7 @@ def test_sampled_replies_have_no_greedy_verdict(tiny_target, recorded, tmp_path)
     assert results["speed"] is None
     rows = results["acceptance"]["rows"]
     assert {row["draft"] for row in rows if row["drafter"] == "eagle3"} == {"greedy", "sampled"}
-    assert all((row["temperature"], row["top_p"]) == (0.7, 0.9) for row in rows)
+    assert all({name: row[name] for name in sampling} == sampling for row in rows)
 
 
 def test_generate_gives_the_plain_replies(tiny_target):

@@ -20,7 +20,8 @@ from headstart.heads.contract import greedy
 from headstart.heads.store import read_json
 from tests.schema_rules import acceptance_violations, prompts_violations
 from tests.scripted import ScriptedDrafter
-from tests.test_decode import NO_STOP, CopyHead, continuations, fitted_head, make_path, make_prompts
+from tests.small_decoding import NO_STOP, continuations, fitted_head, make_path, make_prompts
+from tests.test_decode import CopyHead
 
 SETTINGS = EvalSettings(draft_lengths=[1, 3], draft_length=3, replicates=100, min_accept_len=0)
 CHECKPOINT = {"kind": "eagle3", "step": 7, "sha256": "abc"}
