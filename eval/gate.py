@@ -109,8 +109,8 @@ def is_main_row(row: dict[str, Any], kind: str, settings: EvalSettings) -> bool:
     )
 
 
-def require_gate(run: Path, checkpoint: dict[str, Any], settings: EvalSettings) -> None:
-    """Let a checkpoint pass, or say what to run.
+def require_gate(run: Path, folder: Path, checkpoint: dict[str, Any], settings: EvalSettings) -> None:
+    """Let the checkpoint in `folder` pass, or say what to run.
 
     Raises:
         WrongInput: acceptance or losslessness of this checkpoint was not measured.
@@ -118,7 +118,7 @@ def require_gate(run: Path, checkpoint: dict[str, Any], settings: EvalSettings) 
     """
     evals = read_evals(run / "eval")
     if problems := unmeasured(evals, checkpoint, settings):
-        raise WrongInput(_message(run, problems, "Measure it: headstart eval " + str(run)))
+        raise WrongInput(_message(run, problems, f"Measure it: headstart eval {folder}"))
     if problems := failures(evals, settings):
         raise GateFailed(
             _message(run, problems, "Train longer or change the head, then run headstart eval " + str(run))

@@ -40,12 +40,13 @@ def resolve_model(name: str) -> Path:
         except Exception as error:
             # huggingface_hub raises many unrelated types; every one of them means that the model is not at hand.
             tried.append(f"hub id {name}: {type(error).__name__}: {str(error).strip().splitlines()[0]}")
-    nearest = difflib.get_close_matches(name, BUILTIN_TARGETS, n=2, cutoff=0.3) or sorted(BUILTIN_TARGETS)
+    nearest = difflib.get_close_matches(name, BUILTIN_TARGETS, n=1, cutoff=0.6)
+    meant = f"Did you mean target.model={nearest[0]}? " if nearest else ""
     raise WrongInput(
         f"target.model: found no model called {name!r}. Tried:\n  "
         + "\n  ".join(tried)
-        + f"\nBuilt in: {', '.join(sorted(BUILTIN_TARGETS))}. Nearest: {', '.join(nearest)}.\n"
-        f"Run again with target.model={nearest[0]}, or with the folder of a transformers causal LM."
+        + f"\nBuilt in: {', '.join(sorted(BUILTIN_TARGETS))}. {meant}\n"
+        "Otherwise give the folder of a transformers causal LM, or a hub id where the network reaches the hub."
     )
 
 

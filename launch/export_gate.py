@@ -42,7 +42,7 @@ def export_head(
     folder = checkpoint_folder(run, checkpoint)
     identity = checkpoint_identity(folder)
     if not untested:
-        require_gate(run, identity, eval_settings)
+        require_gate(run, folder, identity, eval_settings)
     head = load_head(folder, target).to("cpu").eval()
     if not isinstance(head, Eagle3):
         raise WrongInput(f"{folder}: found a head of kind {head.kind!r}; {engine} has a writer for eagle3 only.")

@@ -116,7 +116,7 @@ def test_capped_logits_are_refused(tmp_path, tiny_folder):
 
 
 def test_missing_model_names_what_was_tried_and_the_nearest_builtin():
-    with pytest.raises(WrongInput, match=r"(?s)smolm2-135m.*does not exist.*Nearest: smollm2-135m"):
+    with pytest.raises(WrongInput, match=r"(?s)smolm2-135m.*does not exist.*Did you mean target.model=smollm2-135m"):
         resolve_model("smolm2-135m")
     with pytest.raises(WrongInput, match=r"(?s)nobody/nothing.*folder.*hub id"):
         resolve_model("nobody/nothing")

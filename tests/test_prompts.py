@@ -226,6 +226,15 @@ def test_training_prompts_near_a_heldout_or_validation_one_are_dropped(tmp_path)
     assert reasons == {"near-duplicate of a held-out prompt": 1, "near-duplicate of a validation prompt": 1}
 
 
+def test_routes_that_no_figure_will_speak_of_are_named(tmp_path):
+    write_jsonl(tmp_path / "rows.jsonl", questions(40, ("cooking", "code")))
+    told = gather(PromptSettings(sources=["rows.jsonl"], num_validation=4), tmp_path).describe()
+    assert "no held-out prompt is of cooking, so no figure" in told
+    write_jsonl(tmp_path / "held.jsonl", [{"route": "cooking", "prompt": "How long does rice cook?"}])
+    own = PromptSettings(sources=["rows.jsonl"], heldout="held.jsonl", num_validation=4, routes=["cooking"])
+    assert "no held-out prompt" not in gather(own, tmp_path).describe()
+
+
 def test_splits_are_disjoint_balanced_and_stable_under_the_order_of_rows(tmp_path):
     rows = questions(60, ("a", "b", "c"))
     settings = PromptSettings(sources=["rows.jsonl"], num_train=24, num_validation=6, num_heldout=16)

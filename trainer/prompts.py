@@ -50,6 +50,13 @@ class PromptSet:
         lines.append(f"{'all':{width}}" + "".join(f"{len(self.of(split)):12,}" for split in SPLITS))
         for reason, number in Counter(skip.reason for skip in self.skips).most_common():
             lines.append(f"skipped {number:,}: {reason}")
+        if self.skips:
+            lines.append(f"each skipped row is named in the run's prompts/{SKIPPED_FILE}")
+        if unheld := [route for route in routes if counts[route, "train"] and not counts[route, "heldout"]]:
+            lines.append(
+                f"note: no held-out prompt is of {', '.join(unheld)}, so no figure will speak of them; "
+                "give your own: prompts.heldout=FILE"
+            )
         lines += [f"note {number:,}: {note}" for note, number in self.notes.most_common()]
         return "\n".join(lines)
 
@@ -268,7 +275,7 @@ def check_splits(splits: dict[str, list[Prompt]], settings: PromptSettings) -> N
         )
     if not splits["train"] and not settings.num_synthesized:
         raise WrongInput(
-            f"prompts: found {len(splits['validation'])} usable prompts, all taken for validation, none left to train "
+            f"found {len(splits['validation'])} usable prompts, all taken for validation, none left to train "
             f"on.\nAdd prompts, or lower prompts.num_validation={settings.num_validation}"
         )
     if not splits["heldout"]:
