@@ -4,7 +4,8 @@ Three measurements of one checkpoint on the held-out replies, in this order, eac
 
     acceptance.json   exact offline acceptance in float32, per position, route and prompt length; n-gram lookup and a live
                       run (`live.py`) beside it; the sums of each prompt are in prompts.json (`prompt_sums.py`)
-    lossless.json     greedy identity of live replies with the recorded ones, plain decoding and transformers.generate
+    lossless.json     greedy identity of live replies with the recorded ones, plain decoding and transformers.generate; if
+                      asked for, the certificate (`lossless.py`): rules enumerated, sampled replies tested
     speed.json        tokens per second against plain decoding, interleaved, at concurrency 1
 """
 
@@ -23,9 +24,11 @@ from headstart.eval.acceptance import (
 )
 from headstart.eval.contexts import by_context
 from headstart.eval.drafters import SuffixDrafter, lookup_acceptance, ngram_acceptance
+from headstart.eval.faults import prove
 from headstart.eval.gate import SCHEMAS, of_checkpoint, read_evals, same_checkpoint, settings_hash
 from headstart.eval.identity import overall_verdict
 from headstart.eval.live import measure_live
+from headstart.eval.lossless import certificate
 from headstart.eval.prompt_sums import write_sums
 from headstart.eval.settings import EvalSettings
 from headstart.eval.speed import (
@@ -73,8 +76,8 @@ def evaluate(
     Args:
         load_target: gives the target, with the head's taps, in a named dtype.
         paths: held-out replies, recorded in float32 at one sampling setting.
-        parts: of `live`, `lossless`, `speed`: what is measured beside offline acceptance, or `offline` for nothing else;
-            none named means all.
+        parts: of `live`, `lossless`, `speed`: what is measured beside offline acceptance, or `offline` for nothing else.
+            None named means all, but for the certificate behind `lossless`; `prove` adds the seeded faults to catch.
         routes: routes that prompts carry; one without held-out replies is shown as empty.
 
     Returns:
@@ -91,7 +94,7 @@ def evaluate(
     subject = Subject(target, head, list(paths), all_routes, settings, seed, tell)
     greedy = subject.sampling.temperature == 0
     if not greedy and wanted & {"live", "lossless"}:
-        tell("replies were sampled: greedy identity does not apply, the verdict stays inconclusive")
+        tell("replies were sampled: greedy identity does not apply, --lossless holds sampled replies against their law")
 
     replies = head_acceptance(subject)
     names = identity_of(head_folder, target, subject.paths, prompts_name)
@@ -102,6 +105,9 @@ def evaluate(
     if greedy and wanted & {"live", "lossless"}:
         live_rows, checks, extra["live_agreement"] = measure_live(subject, replies)
         rows += live_rows
+    if "lossless" in parts:
+        checks += certificate(target, head, subject.paths, settings, seed, tell)
+    proof = prove(seed, tell) if "prove" in parts else ([], [])
     folder.mkdir(parents=True, exist_ok=True)
     write_acceptance(subject, folder, names, rows, extra)
     write_prompt_sums(subject, folder, names, sums)
@@ -112,7 +118,7 @@ def evaluate(
         dtype, _ = choose_speed_dtype(load_target, settings.speed_dtype, prompt)
         checks += write_speed(load_target(dtype), head_folder, subject, folder, names, rows)
     if checks or not greedy:
-        write_lossless(folder, names, checks, tell)
+        write_lossless(folder, names, checks, proof, tell)
     results = read_evals(folder)
     tell(summary(of_checkpoint(results, names["checkpoint"]), settings.draft_length))
     return results
@@ -244,9 +250,13 @@ def write_prompt_sums(
 
 
 def write_lossless(
-    folder: FilePath, names: dict[str, Any], checks: list[dict[str, Any]], tell: Callable[[str], None]
+    folder: FilePath,
+    names: dict[str, Any],
+    checks: list[dict[str, Any]],
+    proof: tuple[list[dict[str, Any]], list[str]],
+    tell: Callable[[str], None],
 ) -> None:
-    """lossless.json. A check made before on this checkpoint stays until it is made again at its own settings.
+    """lossless.json, with the seeded faults of this evaluation and what is wrong with the battery. A check made before on this checkpoint stays until it is made again at its own settings.
 
     A failed one too: measured at another draft length or batch a fault may not show, and the weights are the same.
     """
@@ -260,7 +270,7 @@ def write_lossless(
             )
     checks = [*checks, *kept]
     named = {name: names[name] for name in ("checkpoint", "target", "settings_sha256")}
-    body = {"verdict": overall_verdict(checks), "checks": checks, "faults": []}
+    body = {"verdict": overall_verdict(checks), "checks": checks, "faults": proof[0], "battery_problems": proof[1]}
     write_json(file, {"schema": SCHEMAS["lossless"], **named, **body})
 
 
@@ -335,5 +345,17 @@ def measured_again(row: dict[str, Any], new: Sequence[dict[str, Any]]) -> bool:
 
 
 def same_check(check: dict[str, Any], other: dict[str, Any]) -> bool:
-    keys = ("name", "dtype", "draft_length", "against", "batch", "drafter")
+    keys = [
+        "name",
+        "target",
+        "dtype",
+        "sampler",
+        "draft",
+        "shape",
+        "draft_length",
+        "against",
+        "batch",
+        "drafter",
+        "rule",
+    ]
     return all(check.get(key) == other.get(key) for key in keys)

@@ -10,11 +10,13 @@ from headstart.eval.contexts import break_even_text, context_rows, counted, step
 from headstart.eval.gate import of_checkpoint, read_evals
 from headstart.eval.plots import plot_acceptance, plot_lengths, plot_training
 from headstart.eval.summary import (
+    certificate_lines,
     context_table,
     drafter_text,
     drafts_kept,
     find_rows,
     main_row,
+    named_checks,
     number_text,
     plain_below_generate,
     recommended_text,
@@ -42,7 +44,9 @@ HOW_TO_READ = """\
   would give. It does not cover other kinds of prompts.
 - **prompt length** counts the tokens the target reads before its reply; bucket a-b holds prompts of a to b - 1 tokens.
 - **lossless** is a verdict: replies with the head are token for token the target's own, or part where two tokens' logits
-  are equal but for rounding (each such place was scored again in float64 and is listed in `eval/lossless.json`).
+  are equal but for rounding (each such place was scored again in float64 and is listed in `eval/lossless.json`). With
+  `--lossless` the rules of verification are enumerated exactly on a toy target, and sampled replies of this head are held
+  against the target's law: their first tokens jointly, and the surprise of all their tokens.
 - **speedup** is tokens/s with the head over tokens/s of plain decoding by the same code at draft length 0, in the same
   process, dtype and cache, timed in turns. Values below 1 are slowdowns and are shown.
 - **n-gram lookup** drafts by repeating what followed the same words earlier. It costs nothing to train or run, so a head
@@ -192,7 +196,7 @@ def lossless_part(lossless: dict[str, Any] | None) -> str:
     if lossless is None:
         return "## Output\n\nNot measured."
     lines = []
-    for check in lossless["checks"]:
+    for check in named_checks(lossless, "greedy_identity"):
         ties = sum(d["verdict"] == "tie" for d in check["divergences"])
         lines.append(
             [
@@ -218,7 +222,9 @@ def lossless_part(lossless: dict[str, Any] | None) -> str:
         "differences",
         "verdict",
     ]
-    return f"## Output: {lossless['verdict']}\n\n" + markdown_table(header, lines)
+    parts = [markdown_table(header, lines)] if lines else []
+    parts += ["\n".join(f"- {line}" for line in certificate_lines(lossless))]
+    return "\n\n".join([f"## Output: {lossless['verdict']}", *filter(None, parts)])
 
 
 def speed_part(speed: dict[str, Any] | None) -> str:

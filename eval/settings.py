@@ -34,6 +34,10 @@ class EvalSettings:
     """Bootstrap replicates, drawn over prompts."""
     stop_at_width: NonNegative = 0.0
     """Take held-out prompts until accept_len's interval is at most this wide, as a share of it (0.04); 0 takes all."""
+    lossless_samples: Positive = 1024
+    """Sampled replies whose first tokens are compared with the target's law, with `--lossless`."""
+    lossless_tokens: Positive = 4096
+    """Tokens of whole sampled replies that are scored again, with `--lossless`."""
     min_accept_len: NonNegative = 1.0
     """Gate: a held-out accept_len whose interval lies below this fails."""
     min_speedup: NonNegative = 0.0

@@ -118,7 +118,10 @@ def build_parser() -> argparse.ArgumentParser:
     evaluate.add_argument("--draft-length", type=lengths, metavar="N,N", help="draft lengths of the acceptance table")
     evaluate.add_argument("--offline", action="store_true", help="only the acceptance table, nothing is decoded")
     evaluate.add_argument("--live", action="store_true", help="only the live loop beside the acceptance table")
-    evaluate.add_argument("--lossless", action="store_true", help="only greedy identity beside the acceptance table")
+    evaluate.add_argument(
+        "--lossless", action="store_true", help="only the losslessness certificate beside the acceptance table"
+    )
+    evaluate.add_argument("--prove", action="store_true", help="with --lossless: also catch the seeded faults")
     evaluate.add_argument("--speed", action="store_true", help="only timings beside the acceptance table")
 
     export = add(commands, "export", export_command, "write a measured head for an engine")
@@ -214,7 +217,9 @@ def eval_command(options: argparse.Namespace) -> None:
     overrides = list(options.overrides)
     if options.draft_length:
         overrides += [f"eval.draft_lengths={options.draft_length}", f"eval.draft_length={options.draft_length[-1]}"]
-    parts = [part for part in ("offline", "live", "lossless", "speed") if getattr(options, part)]
+    if options.prove and not options.lossless:
+        raise WrongInput("found --prove alone, expected it beside --lossless: headstart eval RUN --lossless --prove")
+    parts = [part for part in ("offline", "live", "lossless", "prove", "speed") if getattr(options, part)]
     evaluate(options.run, options.checkpoint, overrides, parts)
 
 

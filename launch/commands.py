@@ -65,7 +65,7 @@ def train(recipe_text: str, overrides: list[str], fresh: bool) -> None:
 
 
 def evaluate(run_text: str, checkpoint: str, overrides: list[str], parts: list[str]) -> None:
-    """Measure a checkpoint of a run; `parts` of offline, live, lossless, speed limit what is measured."""
+    """Measure a checkpoint of a run; `parts` of offline, live, lossless, prove, speed limit what is measured."""
     run, named = find_run(run_text)
     recipe = run_recipe(run, overrides)
     threads = ready_process(recipe)

@@ -6,6 +6,7 @@ Each stage reads one folder and writes one. What its key says is complete is reu
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,6 +17,7 @@ from headstart.eval.report import write_report
 from headstart.eval.summary import summary
 from headstart.heads.checkpoint import build_head, checkpoint_identity
 from headstart.heads.contract import Head
+from headstart.heads.errors import GateFailed
 from headstart.heads.features import FeatureReader
 from headstart.heads.paths import Path as ReplyPath
 from headstart.heads.paths import read_paths
@@ -52,9 +54,15 @@ def target_loader(recipe: Recipe) -> TargetLoader:
 
 
 def run_eval(recipe: Recipe, run: RunFolder, checkpoint: str = "best", parts: Sequence[str] = ()) -> None:
-    """Measure a checkpoint of a finished run again; `parts` of offline, live, lossless, speed limit what is measured."""
-    measure_head(recipe, run, target_loader(recipe), checkpoint, parts)
+    """Measure a checkpoint of a finished run again; `parts` of offline, live, lossless, prove, speed limit what is measured.
+
+    Raises:
+        GateFailed: the losslessness battery missed a seeded fault, or raised an alarm at a sound decoder.
+    """
+    results = measure_head(recipe, run, target_loader(recipe), checkpoint, parts)
     write_report(run.folder)
+    if problems := (results["lossless"] or {}).get("battery_problems"):
+        raise GateFailed("the losslessness battery is not to be trusted:\n  - " + "\n  - ".join(problems))
 
 
 def run_export(
@@ -129,9 +137,9 @@ def was_measured(recipe: Recipe, run: RunFolder, targets: TargetLoader) -> bool:
 
 def measure_head(
     recipe: Recipe, run: RunFolder, targets: TargetLoader, checkpoint: str = "best", parts: Sequence[str] = ()
-) -> None:
+) -> dict[str, Any]:
     """The eval stage on the held-out replies, which nothing before has read."""
-    evaluate(
+    return evaluate(
         targets,
         checkpoint_folder(run.folder, checkpoint),
         list(read_paths(run.folder / "traffic", "heldout")),

@@ -1,0 +1,322 @@
+"""Losslessness as a verdict: is the output of speculative decoding the target's own law, or another?
+
+Four kinds of checks, each an entry of eval/lossless.json (schemas.md):
+
+    enumeration      the rules themselves, exactly, on a toy target (eval/enumeration.py)
+    first_tokens     sampled replies of the real target: the joint law of their first tokens, by chi-square
+    martingale       sampled replies of the real target: how surprising their tokens are, over all of their length
+    greedy_identity  greedy replies, token for token (eval/identity.py)
+
+A statistical check fails where its p-value is below 1e-4, so that a sound head meets a false alarm in one of some
+thousand evaluations.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from headstart.eval.decode import decode
+from headstart.eval.drafters import Drafter, HeadDrafter
+from headstart.eval.enumeration import SAMPLERS, Toy, ToyDecoder, TreeDecoder, compare
+from headstart.eval.law_tests import LEVEL, MIN_EXPECTED, chi_square, chi_square_p, martingale, surprise
+from headstart.eval.settings import EvalSettings
+from headstart.eval.verify import RULES, Rule, verify_tokens
+from headstart.heads.contract import Head
+from headstart.heads.paths import Path
+from headstart.heads.sampling import Sampling, filtered_probabilities
+from headstart.heads.target import Target
+
+OPEN_EXPECTED = 40.0  # sequences expected so often are told apart by their next token
+NUM_FIRST_TOKENS = 3  # the first comes from prefill, the others from verified blocks
+FIRST_PROMPTS = 2  # prompts whose first tokens are sampled
+FIRST_BATCH = 32  # short replies of one prompt run in larger batches than whole ones
+REST = -1  # stands for every next token that has no cell of its own
+EDGE = 1e-3  # logits this close to the last one that a filter keeps may fall on either side of it
+SCORE_TOKENS = 256  # tokens whose law over the whole vocabulary is in memory at once
+Cell = tuple[int, ...]
+
+
+def check_entry(
+    name: str,
+    *,
+    target: str,
+    dtype: str,
+    sampling: Sampling,
+    draft: str,
+    draft_length: int,
+    passed: bool,
+    shape: str = "chain",
+    batch: int = 1,
+    num_samples: int = 0,
+    num_tokens: int = 0,
+    statistic: float | None = None,
+    p_value: float | None = None,
+    max_difference: float | None = None,
+    **more: Any,
+) -> dict[str, Any]:
+    """One entry of `checks`, keys in the schema's order; `more` stands behind them."""
+    return {
+        "name": name,
+        "target": target,
+        "dtype": dtype,
+        "sampler": sampling.to_dict(),
+        "draft": draft,
+        "shape": shape,
+        "draft_length": draft_length,
+        "batch": batch,
+        "num_samples": num_samples,
+        "num_tokens": num_tokens,
+        "statistic": statistic,
+        "p_value": p_value,
+        "level": None if p_value is None else LEVEL,
+        "max_difference": max_difference,
+        "verdict": "pass" if passed else "fail",
+        "divergences": [],
+        **more,
+    }
+
+
+@dataclass(frozen=True)
+class Speculation:
+    """One way of speculative sampling on a real target, whose output is to be judged."""
+
+    target: Target
+    drafter: Drafter | None  # None: plain decoding
+    sampling: Sampling
+    draft: Literal["greedy", "sampled"] = "greedy"
+    draft_length: int = 4
+    rule: str | Rule = "tokens"
+    batch: int = 8
+    seed: int = 0
+
+    def replies(self, names: Sequence[str], prompts: Sequence[list[int]], max_new_tokens: int) -> list[list[int]]:
+        """One reply a prompt; the random numbers of each belong to its name."""
+        replies = decode(
+            self.target,
+            prompts,
+            self.drafter,
+            self.draft_length if self.drafter else 0,
+            max_new_tokens,
+            batch=self.batch,
+            sampling=self.sampling,
+            draft=self.draft,
+            rule=self.rule,
+            seed=self.seed,
+            request_ids=names,
+        )
+        return [reply.token_ids for reply in replies]
+
+    def entry(self, name: str, **values: Any) -> dict[str, Any]:
+        return check_entry(
+            name,
+            target=self.target.facts.name,
+            dtype=str(self.target.dtype).removeprefix("torch."),
+            sampling=self.sampling,
+            draft=self.draft,
+            draft_length=self.draft_length if self.drafter else 0,
+            batch=self.batch,
+            drafter=self.drafter.name if self.drafter else "plain",
+            rule=self.rule if isinstance(self.rule, str) else self.rule.__name__,
+            **values,
+        )
+
+
+def expected_cells(
+    next_laws: Callable[[list[Cell]], Tensor], num_samples: int, num_tokens: int, stop_ids: Sequence[int]
+) -> dict[Cell, float]:
+    """Cells of the joint law of the first tokens, with their exact probabilities.
+
+    A vocabulary of thousands has more sequences than samples, so only sequences that are expected OPEN_EXPECTED times
+    are told apart by their next token; next tokens expected less than MIN_EXPECTED times share the cell REST. Cells
+    and probabilities follow from the target alone, before anything is sampled.
+
+    Args:
+        next_laws: [len(sequences), V] laws of the token that follows each sequence; every call is one pass of the target.
+    """
+    cells: dict[Cell, float] = {}
+    level: dict[Cell, float] = {(): 1.0}
+    for _ in range(num_tokens):
+        opened = [cell for cell, mass in level.items() if mass * num_samples >= OPEN_EXPECTED]
+        cells |= {cell: mass for cell, mass in level.items() if mass * num_samples < OPEN_EXPECTED}
+        longer: dict[Cell, float] = {}
+        for cell, law_V in zip(opened, next_laws(opened) if opened else [], strict=True):
+            mass_V = law_V * level[cell]
+            frequent = (mass_V * num_samples >= MIN_EXPECTED).nonzero().flatten().tolist()
+            for token in frequent:
+                (cells if token in stop_ids else longer)[*cell, token] = float(mass_V[token])
+            cells[*cell, REST] = max(level[cell] - float(mass_V[frequent].sum()), 0.0)
+        level = longer
+    return cells | level
+
+
+def count_cells(replies: Sequence[Sequence[int]], cells: dict[Cell, float]) -> np.ndarray:
+    """How many replies fall into each cell, in the cells' order."""
+    opened = {cell[:-1] for cell in cells if cell and cell[-1] == REST}
+    counts: Counter[Cell] = Counter()
+    for reply in replies:
+        cell: Cell = ()
+        for token in reply:
+            if cell not in opened:
+                break
+            longer = (*cell, token)
+            known = longer in cells or longer in opened
+            cell = longer if known else (*cell, REST)
+            if not known:
+                break
+        counts[cell] += 1
+    return np.array([counts[cell] for cell in cells], dtype=float)
+
+
+def first_tokens_check(
+    way: Speculation, prompts: Sequence[list[int]], num_samples: int, num_tokens: int = NUM_FIRST_TOKENS
+) -> dict[str, Any]:
+    """Joint law of the first reply tokens of a few prompts against the target's own, by chi-square.
+
+    The expected law is computed, not sampled: the target scores the frequent sequences, teacher-forced. Against a sample of
+    plain decoding the same replies would show a difference only sqrt(2) times as large, and that sample costs as much as
+    the speculative one. Each prompt has `num_samples` / len(prompts) samples and its own degrees of freedom; they add.
+    """
+    each = max(num_samples // len(prompts), 1)
+    stop_ids = way.target.facts.stop_ids
+    statistic, dof, largest, total = 0.0, 0, 0.0, 0
+    for i, prompt in enumerate(prompts):
+
+        def next_laws(sequences: list[Cell], prompt: list[int] = prompt) -> Tensor:
+            states = way.target.read([np.array([*prompt, *sequence, 0]) for sequence in sequences])
+            return filtered_probabilities(
+                way.target.logits(torch.stack([s.final[-1] for s in states])), way.sampling
+            ).cpu()
+
+        cells = expected_cells(next_laws, each, num_tokens, stop_ids)
+        names = [f"first/{i}/{sample}" for sample in range(each)]
+        replies = way.replies(names, [prompt] * each, num_tokens)
+        observed_C, expected_C = count_cells(replies, cells), each * np.array(list(cells.values()))
+        expected_C *= each / expected_C.sum()  # rounding of the remainders
+        value, more = chi_square(observed_C, expected_C)
+        statistic, dof = statistic + float(value), dof + more
+        largest = max(largest, float(np.abs(observed_C - expected_C).max()) / each)
+        total += sum(len(reply) for reply in replies)
+    p_value = float(chi_square_p(statistic, dof))
+    return way.entry(
+        "first_tokens",
+        num_samples=each * len(prompts),
+        num_tokens=total,
+        statistic=statistic,
+        p_value=p_value,
+        max_difference=largest,
+        passed=p_value >= LEVEL,
+        dof=dof,
+    )
+
+
+def martingale_check(
+    way: Speculation, names: Sequence[str], prompts: Sequence[list[int]], max_new_tokens: int
+) -> dict[str, Any]:
+    """Excess surprise of whole sampled replies, scored again by the plain target, against its normal law."""
+    replies = way.replies(names, prompts, max_new_tokens)
+    excess, variance, num_impossible = 0.0, 0.0, 0
+    for law_NV, token_N, edge_N in scored_tokens(way.target, prompts, replies, way.sampling):
+        excess_N, variance_N = surprise(law_NV, token_N)
+        impossible_N = excess_N.isinf()
+        num_impossible += int((impossible_N & ~edge_N).sum())
+        excess += float(excess_N[~impossible_N].sum())
+        variance += float(variance_N[~impossible_N].sum())
+    z, p_value = (float(value) for value in martingale(excess, variance))
+    return way.entry(
+        "martingale",
+        num_samples=len(replies),
+        num_tokens=sum(len(reply) for reply in replies),
+        statistic=z,
+        p_value=0.0 if num_impossible else p_value,
+        passed=num_impossible == 0 and p_value >= LEVEL,
+        num_impossible=num_impossible,
+    )
+
+
+@torch.inference_mode()
+def scored_tokens(
+    target: Target, prompts: Sequence[list[int]], replies: Sequence[list[int]], sampling: Sampling
+) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """Reply tokens with the laws they should come from, a few at a time: law [N, V], token [N], and which are edges.
+
+    An edge is a token that the filter removes here and whose logit all but equals the last one it keeps: rounding, which
+    differs between a block and a whole reply, may have kept it when it was drawn.
+    """
+    paths = [np.array([*prompt, *reply]) for prompt, reply in zip(prompts, replies, strict=True)]
+    for prompt, reply, states in zip(prompts, replies, target.read(paths), strict=True):
+        for begin in range(0, len(reply), SCORE_TOKENS):
+            token_N = torch.tensor(reply[begin : begin + SCORE_TOKENS])
+            first = len(prompt) - 1 + begin
+            logits_NV = target.logits(states.final[first : first + len(token_N)]).cpu()
+            law_NV = filtered_probabilities(logits_NV, sampling)
+            last_kept_N = logits_NV.masked_fill(law_NV == 0, torch.inf).amin(-1)
+            edge_N = last_kept_N - logits_NV.gather(1, token_N[:, None]).squeeze(1) <= EDGE
+            yield law_NV, token_N, edge_N
+
+
+def enumeration_checks() -> list[dict[str, Any]]:
+    """Every rule, shape, sampler and kind of draft on a toy target: its draft vocabulary lacks a token, one token stops."""
+    toy = Toy.random(vocab_size=4, draft_size=3)
+    kinds: list[tuple[str, type[ToyDecoder], Rule]] = [(name, ToyDecoder, rule) for name, rule in RULES.items()]
+    kinds.append(("tree", TreeDecoder, verify_tokens))
+    checks = []
+    for (rule_name, kind, rule), draft, sampling in product(kinds, ("greedy", "sampled"), SAMPLERS):
+        found = compare(kind(toy, rule, sampling, draft, draft_length=2, stop_ids=frozenset([1])))
+        checks.append(
+            check_entry(
+                "enumeration",
+                target="toy",
+                dtype="float64",
+                sampling=sampling,
+                draft=draft,
+                shape=kind.shape,
+                draft_length=2,
+                num_samples=found.num_sequences,
+                max_difference=found.law,
+                passed=found.exact,
+                rule=rule_name,
+                acceptance_difference=found.acceptance,
+            )
+        )
+    return checks
+
+
+def certificate(
+    target: Target,
+    head: Head,
+    paths: Sequence[Path],
+    settings: EvalSettings,
+    seed: int,
+    tell: Callable[[str], None],
+) -> list[dict[str, Any]]:
+    """All checks but greedy identity: the rules by enumeration, this head's sampled replies by both statistics.
+
+    Replies are sampled anew, after the prompts of held-out paths and with the paths' sampling settings; where those are
+    greedy, at temperature 1, where nothing is filtered and a wrong law has the most room to show.
+    """
+    checks = enumeration_checks()
+    exact = sum(check["verdict"] == "pass" for check in checks)
+    tell(f"lossless: {exact} of {len(checks)} enumerated laws are exact")
+    recorded = Sampling(**paths[0].sampling)
+    sampling = recorded if recorded.temperature else Sampling(1.0)
+    prompts = [path.token_N[: path.num_prompt_tokens].tolist() for path in paths]
+    limit = max(path.num_reply_tokens for path in paths)
+    few = sorted(prompts, key=len)[:FIRST_PROMPTS]
+    names = [f"long/{i}" for i in range(-(-settings.lossless_tokens // limit))]
+    long = [prompts[i % len(prompts)] for i in range(len(names))]
+    drafts: tuple[Literal["greedy", "sampled"], ...] = ("greedy", "sampled")
+    for draft in drafts:
+        way = Speculation(target, HeadDrafter(head), sampling, draft, settings.draft_length, seed=seed)
+        for check in (
+            first_tokens_check(replace(way, batch=FIRST_BATCH), few, settings.lossless_samples),
+            martingale_check(replace(way, batch=settings.live_batch), names, long, limit),
+        ):
+            tell(f"lossless: {check['name']}, {draft} drafts: p = {check['p_value']:.3g}, {check['verdict']}")
+            checks.append(check)
+    return checks
