@@ -187,6 +187,7 @@ def first_tokens_check(
     statistic, dof, largest, total = 0.0, 0, 0.0, 0
     for i, prompt in enumerate(prompts):
 
+        @torch.inference_mode()
         def next_laws(sequences: list[Cell], prompt: list[int] = prompt) -> Tensor:
             states = way.target.read([np.array([*prompt, *sequence, 0]) for sequence in sequences])
             return filtered_probabilities(
