@@ -111,13 +111,14 @@ def plain_law(logits_VV: Tensor, sampling: Sampling) -> Tensor:
     """What a sampler makes of each row of logits, written down plainly in float64: the reference for every filter."""
     if sampling.temperature == 0:
         return torch.nn.functional.one_hot(logits_VV.argmax(-1), logits_VV.shape[-1]).double()
-    order_VV = logits_VV.argsort(-1, descending=True, stable=True)
+    order_VV = logits_VV.argsort(dim=-1, descending=True, stable=True)
     mass_VV = (logits_VV / sampling.temperature).softmax(-1).gather(-1, order_VV)
     mass_VV[mass_VV < sampling.min_p * mass_VV[:, :1]] = 0
     if sampling.top_k:
         mass_VV[:, sampling.top_k :] = 0
     mass_VV /= mass_VV.sum(-1, keepdim=True)
-    mass_VV[mass_VV.cumsum(-1) - mass_VV >= sampling.top_p] = 0
+    if sampling.top_p < 1:
+        mass_VV[mass_VV.cumsum(-1) - mass_VV >= sampling.top_p] = 0
     law_VV = torch.zeros_like(mass_VV).scatter(-1, order_VV, mass_VV)
     return law_VV / law_VV.sum(-1, keepdim=True)
 

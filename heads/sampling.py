@@ -64,7 +64,7 @@ def filtered_logprobs(logits: Tensor, sampling: Sampling) -> Tensor:
     ids_BK, logprobs_BK = _candidates(logits_BV, sampling)
     if ids_BK is None:
         return logprobs_BK.view_as(logits)
-    logprobs_BV = torch.full_like(logits_BV, -torch.inf).scatter_(1, ids_BK, logprobs_BK)
+    logprobs_BV = logprobs_BK.new_full(logits_BV.shape, -torch.inf).scatter_(1, ids_BK, logprobs_BK)
     return logprobs_BV.view_as(logits)
 
 
