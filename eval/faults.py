@@ -279,7 +279,7 @@ def judge_cache(target: Target, cache: type[PositionCache], name: str) -> dict[s
         found = replies(RejectedDrafter(), 3)
     check = identity_check(Rescorer(target), names, prompts, plain, found, against="plain", draft_length=3, batch=3)
     caught = ["greedy_identity"] if check["verdict"] == "fail" else []
-    return fault_entry(name, cache, caught, None, max_difference=check["max_difference"])
+    return fault_entry(name, cache, caught, None, largest_gap=check["max_difference"])
 
 
 @contextmanager

@@ -51,7 +51,7 @@ SETTINGS = EvalSettings(
 @pytest.fixture(scope="module")
 def recorded(tiny_target):
     prompts = make_prompts(tiny_target, [7, 12, 20, 9])
-    replies = decode(tiny_target, prompts, None, 0, 24, NO_STOP, batch=4)
+    replies = decode(tiny_target, prompts, None, 0, 24, batch=4)
     return [make_path(p, r.token_ids, f"p{i}") for i, (p, r) in enumerate(zip(prompts, replies, strict=True))]
 
 
@@ -315,6 +315,7 @@ def test_a_ruined_draft_is_lossless_and_below_the_acceptance_floor(tiny_target, 
     """Case 91: verification repairs everything, so only acceptance shows that the draft's rows were shuffled."""
 
     def measured(folder):
+        folder.mkdir()
         save_head(folder, head, step=1)
         evaluate(
             lambda dtype: tiny_target,
