@@ -256,9 +256,10 @@ def write_lossless(
     proof: tuple[list[dict[str, Any]], list[str]],
     tell: Callable[[str], None],
 ) -> None:
-    """lossless.json, with the seeded faults of this evaluation and what is wrong with the battery. A check made before on this checkpoint stays until it is made again at its own settings.
+    """lossless.json. A check made before on this checkpoint stays until it is made again at its own settings.
 
     A failed one too: measured at another draft length or batch a fault may not show, and the weights are the same.
+    `proof` holds the seeded faults of this evaluation, and what they say is wrong with the battery.
     """
     file = folder / "lossless.json"
     kept = [check for check in kept_entries(file, "checks", names) if not any(same_check(check, new) for new in checks)]
