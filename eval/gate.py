@@ -1,14 +1,12 @@
 """The gate before every export: acceptance and losslessness of this very checkpoint were measured, and passed."""
 
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from headstart import __version__
 from headstart.eval.settings import EvalSettings
 from headstart.eval.summary import plain_below_generate
 from headstart.heads.errors import GateFailed, WrongInput
-from headstart.heads.store import hash_json, read_json
+from headstart.heads.store import read_json
 
 SCHEMAS = {name: f"headstart.{name}/1" for name in ("acceptance", "lossless", "speed")}
 
@@ -23,22 +21,6 @@ def same_checkpoint(recorded: dict[str, Any], identity: dict[str, Any]) -> bool:
     """Whether a record speaks of this head; older records name no settings."""
     names = ("sha256", *(["settings_sha256"] if "settings_sha256" in recorded else []))
     return all(recorded.get(name) == identity.get(name) for name in names)
-
-
-def settings_hash(settings: EvalSettings, seed: int) -> str:
-    """Names how figures were measured: what was measured in another way is measured again."""
-    return hash_json({"settings": asdict(settings), "seed": seed, "headstart": __version__})
-
-
-def is_measured(evals: dict[str, Any], checkpoint: dict[str, Any], fingerprint: dict[str, str], how: str) -> bool:
-    """Whether all three files speak of this checkpoint and target, and were made with settings of this hash."""
-    return all(
-        found is not None
-        and same_checkpoint(found["checkpoint"], checkpoint)
-        and found["target"]["fingerprint"] == hash_json(fingerprint)
-        and found.get("settings_sha256") == how
-        for found in evals.values()
-    )
 
 
 def of_checkpoint(evals: dict[str, Any], checkpoint: dict[str, Any]) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from headstart.eval.acceptance import (
 from headstart.eval.contexts import by_context
 from headstart.eval.drafters import SuffixDrafter, lookup_acceptance, ngram_acceptance
 from headstart.eval.faults import prove
-from headstart.eval.gate import SCHEMAS, of_checkpoint, read_evals, same_checkpoint, settings_hash
+from headstart.eval.gate import SCHEMAS, of_checkpoint, read_evals, same_checkpoint
 from headstart.eval.identity import overall_verdict
 from headstart.eval.live import measure_live
 from headstart.eval.lossless import certificate
@@ -98,7 +98,6 @@ def evaluate(
 
     replies = head_acceptance(subject)
     names = identity_of(head_folder, target, subject.paths, prompts_name)
-    names["settings_sha256"] = settings_hash(settings, seed)
     rows, sums = measure_acceptance(subject, replies)
     extra: dict[str, Any] = {"repeated_8grams": repeated_ngrams(subject.paths)}
     checks: list[dict[str, Any]] = []
@@ -270,7 +269,7 @@ def write_lossless(
                 f"{check.get('against')} in {check['dtype']}, draft length {check['draft_length']}, batch {check['batch']}"
             )
     checks = [*checks, *kept]
-    named = {name: names[name] for name in ("checkpoint", "target", "settings_sha256")}
+    named = {name: names[name] for name in ("checkpoint", "target")}
     body = {"verdict": overall_verdict(checks), "checks": checks, "faults": proof[0], "battery_problems": proof[1]}
     write_json(file, {"schema": SCHEMAS["lossless"], **named, **body})
 

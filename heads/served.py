@@ -173,9 +173,17 @@ def _refuse(folder: Path, problems: list[str]) -> None:
 
 
 def _config_problems(config: dict[str, Any], facts: TargetFacts) -> list[str]:
+    if not isinstance(config, dict):
+        return [f"config.json holds {type(config).__name__}, expected an object"]
     missing, unknown = sorted(KEYS - config.keys()), sorted(config.keys() - KEYS - OPTIONAL_KEYS)
     if missing or unknown:
         return [f"config.json misses {missing} and holds the unknown {unknown}"]
+    wanted = {"draft_vocab_size": int, "num_aux_hidden_states": int, "eagle_aux_hidden_state_layer_ids": list}
+    wanted |= {"vocab_size": int, "intermediate_size": int, "eagle_config": dict}
+    if wrong := [f"{k} is {config[k]!r}, expected {t.__name__}" for k, t in wanted.items() if type(config[k]) is not t]:
+        return wrong
+    rope = facts.rope_parameters
+    scaled = rope.get("rope_type", "default") != "default"
     expected = {
         "architectures": ["LlamaForCausalLMEagle3"],
         "model_type": "llama",
@@ -194,10 +202,13 @@ def _config_problems(config: dict[str, Any], facts: TargetFacts) -> list[str]:
         "vocab_size": facts.vocab_size,
         "rms_norm_eps": facts.rms_norm_eps,
         "max_position_embeddings": facts.max_position,
-        "rope_parameters": facts.rope_parameters,
-        "rope_theta": facts.rope_parameters["rope_theta"],
+        "rope_parameters": rope,
+        "rope_theta": rope["rope_theta"],
     }
     problems = [f"{k} is {config[k]!r}, expected {v!r}" for k, v in expected.items() if config[k] != v]
+    scaling = {k: v for k, v in rope.items() if k != "rope_theta"} if scaled else None
+    if config.get("rope_scaling") != scaling:
+        problems.append(f"rope_scaling is {config.get('rope_scaling')!r}, expected {scaling!r}")
     problems += [f"{k} is {config[k]!r}, expected true or false" for k in FLAGS if not isinstance(config[k], bool)]
     if config["dtype"] not in DTYPES:
         problems.append(f"dtype is {config['dtype']!r}, expected one of {', '.join(DTYPES)}")

@@ -199,6 +199,14 @@ def finished_stage(folder: Path) -> Stage:
     return stage
 
 
+def holds(folder: Path, inputs: dict[str, Any]) -> bool:
+    """Whether a folder is the finished stage of these inputs, every recorded file as it was written."""
+    if not (folder / MANIFEST).is_file():
+        return False
+    stage = Stage(folder, read_json(folder / MANIFEST, MANIFEST_SCHEMA))
+    return stage.complete and stage.key == hash_json(inputs) and not stage.damaged()
+
+
 def stage_inputs(
     stage_version: int, settings: dict[str, Any], parents: dict[str, str], target: dict[str, str] | None
 ) -> dict[str, Any]:
@@ -227,11 +235,16 @@ def open_stage(root: Path, stage: str, inputs: dict[str, Any], seed: int) -> Sta
                 "Move that folder away and run again."
             )
         return Stage(folder, manifest)
+    return new_stage(folder, stage, inputs, seed)
+
+
+def new_stage(folder: Path, stage: str, inputs: dict[str, Any], seed: int) -> Stage:
+    """Begin a stage in an existing folder: nothing is recorded yet."""
     manifest = {
         "schema": MANIFEST_SCHEMA,
         "stage": stage,
         "state": "running",
-        "key": key,
+        "key": hash_json(inputs),
         "inputs": inputs,
         "outputs": {},
         "made_by": {

@@ -11,9 +11,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from headstart.eval.gate import is_measured, read_evals, settings_hash
+from headstart.eval.gate import read_evals
 from headstart.eval.measure import evaluate
 from headstart.eval.report import write_report
+from headstart.eval.speed import hardware
 from headstart.eval.summary import summary
 from headstart.heads.checkpoint import build_head, checkpoint_identity
 from headstart.heads.contract import Head
@@ -21,8 +22,18 @@ from headstart.heads.errors import GateFailed
 from headstart.heads.features import FeatureReader
 from headstart.heads.paths import Path as ReplyPath
 from headstart.heads.paths import read_paths
-from headstart.heads.store import Stage, hash_json, stage_folder
-from headstart.heads.target import Target, TargetLoader
+from headstart.heads.store import (
+    MANIFEST,
+    MANIFEST_SCHEMA,
+    Stage,
+    hash_json,
+    holds,
+    new_stage,
+    read_json,
+    stage_folder,
+    stage_inputs,
+)
+from headstart.heads.target import Target, TargetLoader, choose_device
 from headstart.heads.vocabulary import choose_draft_vocabulary, coverage
 from headstart.launch.export_gate import checkpoint_folder, export_head
 from headstart.launch.run import RunFolder, locked
@@ -32,17 +43,15 @@ from headstart.trainer.loop import train
 from headstart.trainer.prompts import make_prompts, read_prompts
 from headstart.trainer.traffic import make_traffic, traffic_inputs
 
+EVAL_VERSION = 1
+
 
 def run_train(recipe: Recipe, recipe_path: Path, run: RunFolder) -> None:
     """Everything from a recipe to an exported head. Each call below is a stage that can be run again on its own."""
     targets = target_loader(recipe)
     traffic, features = run_traffic(recipe, recipe_path, run, targets)
     run_head(recipe, run, targets, traffic, features)
-    if was_measured(recipe, run, targets):
-        print(f"eval: measured already; headstart eval {run.name} measures again")
-        print(summary(read_evals(run.eval), recipe.eval.draft_length))
-    else:
-        measure_head(recipe, run, targets)
+    run_measurements(recipe, run, targets)
     write_report(run.folder)
     for engine in recipe.export.engines:
         export_head(run.folder, engine, targets(), recipe.eval, recipe.export)
@@ -128,11 +137,33 @@ def new_head(recipe: Recipe, target: Target, paths: Sequence[ReplyPath]) -> Head
     return head
 
 
-def was_measured(recipe: Recipe, run: RunFolder, targets: TargetLoader) -> bool:
-    """Whether `best` has all its figures, measured with the recipe's settings."""
+def run_measurements(recipe: Recipe, run: RunFolder, targets: TargetLoader) -> None:
+    """The eval stage of a recipe, or what it wrote where nothing that decides its figures has changed since."""
+    inputs = eval_inputs(recipe, run, targets)
+    if holds(run.eval, inputs):
+        print(f"eval: measured already; headstart eval {run.name} measures again")
+        print(summary(read_evals(run.eval), recipe.eval.draft_length))
+        return
+    measure_head(recipe, run, targets)
+    files = sorted(file.name for file in run.eval.glob("*.json") if file.name != MANIFEST)
+    stage = new_stage(run.eval, "eval", inputs, recipe.run.seed)
+    for name in files:
+        stage.record(name, rows=1)
+    stage.finish()
+
+
+def eval_inputs(recipe: Recipe, run: RunFolder, targets: TargetLoader) -> dict[str, Any]:
+    """What decides the figures of `best`: also the machine, its threads and versions, for they are timed."""
     checkpoint = checkpoint_identity(checkpoint_folder(run.folder, "best"))
-    how = settings_hash(recipe.eval, recipe.run.seed)
-    return is_measured(read_evals(run.eval), checkpoint, targets.facts.fingerprint, how)
+    settings = {
+        **asdict(recipe.eval),
+        "seed": recipe.run.seed,
+        "hardware": hardware(choose_device(recipe.target.device)),
+        "threads": torch.get_num_threads(),
+    }
+    traffic = read_json(run.folder / "traffic" / MANIFEST, MANIFEST_SCHEMA)["key"]
+    parents = {"traffic": traffic, "checkpoint": hash_json(checkpoint)}
+    return stage_inputs(EVAL_VERSION, settings, parents, targets.facts.fingerprint)
 
 
 def measure_head(

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from headstart.heads.store import read_json
+from headstart.heads.store import holds, read_json
 from headstart.launch import cli
 from headstart.trainer.metrics import read_metrics
 from tests.schema_rules import acceptance_violations, read_strict, run_violations
@@ -101,6 +101,12 @@ def test_a_second_run_trains_nothing_again(smoke: tuple[Path, str], monkeypatch:
     assert again.returncode == 0, again.stderr[-3000:]
     assert "eval: measured already" in again.stdout
     assert {path: path.stat().st_mtime_ns for path in (run / "eval").iterdir()} == measured
+    inputs = read_json(run / "eval" / "manifest.json")["inputs"]
+    assert holds(run / "eval", inputs)
+    assert not holds(run / "eval", {**inputs, "parents": {**inputs["parents"], "checkpoint": "another"}})
+    with (run / "eval" / "acceptance.json").open("a") as file:  # what a partial `headstart eval` does, too
+        file.write("\n")
+    assert not holds(run / "eval", inputs)
 
 
 def test_another_recipe_is_refused_the_name(
