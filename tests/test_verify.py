@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
+from headstart.eval.enumeration import every_run
 from headstart.eval.verify import RULES, Tree, Uniforms, invert, verify_blocks, verify_tokens, verify_tree
-from tests.outcomes import outcomes
 
 SIZE = 3  # tokens of the toy vocabulary
 CHAIN = 3
@@ -55,7 +55,7 @@ def chain_blocks(rule, target, draft, sampled, num_drafts=CHAIN):
         if chance_of_drafts == 0:
             continue
         target_TV = torch.stack([target.law(place) for place in places])
-        for probability, block in outcomes(lambda c: rule(target_TV, draft_KV, list(drafts), c)):  # noqa: B023
+        for block, probability in every_run(lambda c: rule(target_TV, draft_KV, list(drafts), c)):  # noqa: B023
             yield chance_of_drafts * probability, block
 
 
@@ -118,7 +118,7 @@ def test_one_draft_is_judged_alike_by_both_rules():
 @pytest.mark.parametrize("name", RULES)
 def test_without_drafts_the_target_speaks(name):
     target_TV = torch.tensor([[0.2, 0.5, 0.3]], dtype=torch.float64)
-    found = {block[0]: p for p, block in outcomes(lambda c: RULES[name](target_TV, None, [], c))}
+    found = {block[0]: p for block, p in every_run(lambda c: RULES[name](target_TV, None, [], c))}
     assert found == pytest.approx({0: 0.2, 1: 0.5, 2: 0.3})
 
 
@@ -130,7 +130,7 @@ def test_top_tokens_as_drafts_do_not_favour_themselves(num_children):
     tokens = [0, 0, 1][: num_children + 1]
     target_NV = law_V.expand(len(tokens), 2)
     share = {0: 0.0, 1: 0.0}
-    for probability, block in outcomes(lambda c: verify_tree(target_NV, tree, tokens, None, c)):
+    for block, probability in every_run(lambda c: verify_tree(target_NV, tree, tokens, None, c)):
         share[block[0]] += probability
     assert share == pytest.approx({0: 0.51, 1: 0.49}, abs=1e-12)
 
@@ -169,7 +169,7 @@ def test_a_tree_step_emits_the_targets_law(tree, sampled):
         texts = [path_text(tree, tokens, node) for node in range(len(tokens))]
         target_NV = torch.stack([target.law(text) for text in texts])
         draft_NV = torch.stack([draft.law(text) for text in texts]) if sampled else None
-        for probability, block in outcomes(lambda c: verify_tree(target_NV, tree, tokens, draft_NV, c)):  # noqa: B023
+        for block, probability in every_run(lambda c: verify_tree(target_NV, tree, tokens, draft_NV, c)):  # noqa: B023
             blocks.append((chance * probability, block))
     assert sum(probability for probability, _ in blocks) == pytest.approx(1, abs=1e-12)
     for text, probability in emitted_law(target, blocks, CHAIN + 1).items():
@@ -188,7 +188,7 @@ def test_a_chain_is_a_tree():
             lambda c: verify_tokens(target_TV, draft_TV[:-1], list(drafts), c),  # noqa: B023
         ):
             law = {}
-            for probability, block in outcomes(run):
+            for block, probability in every_run(run):
                 law[tuple(block)] = law.get(tuple(block), 0.0) + probability
             found.append(law)
         assert found[0] == pytest.approx(found[1], abs=1e-12)
