@@ -29,7 +29,7 @@ from headstart.eval.engine_runs import (
 )
 from headstart.eval.engines_setup import engines_folder, install_llamacpp, install_vllm
 from headstart.eval.gate import of_checkpoint, read_evals
-from headstart.eval.speed import balanced
+from headstart.eval.timings import balanced
 from headstart.heads.builtin import resolve_model
 from headstart.heads.card import RECORD, RECORD_SCHEMA, write_card
 from headstart.heads.checkpoint import WEIGHTS, head_hash, load_head

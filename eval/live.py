@@ -7,8 +7,8 @@ from headstart.eval.acceptance import PromptCounts, ReplyAcceptance
 from headstart.eval.decode import Reply, decode, live_counts
 from headstart.eval.drafters import HeadDrafter
 from headstart.eval.identity import Rescorer, first_unequal_step, identity_check, is_draft_tie
-from headstart.eval.speed import balanced, generate
 from headstart.eval.subject import Subject, read_batches
+from headstart.eval.timings import balanced, generate
 from headstart.heads.paths import Path
 
 IDENTITY_PROMPTS = 16  # prompts also decoded plainly and by transformers.generate

@@ -6,7 +6,7 @@ Three measurements of one checkpoint on the held-out replies, in this order, eac
                       run (`live.py`) beside it; the sums of each prompt are in prompts.json (`prompt_sums.py`)
     lossless.json     greedy identity of live replies with the recorded ones, plain decoding and transformers.generate; if
                       asked for, the certificate (`lossless.py`): rules enumerated, sampled replies tested
-    speed.json        tokens per second against plain decoding, interleaved, at concurrency 1
+    speed.json        tokens per second against plain decoding, interleaved, at every concurrency asked for
 """
 
 from collections.abc import Callable, Sequence
@@ -32,21 +32,17 @@ from headstart.eval.lossless import certificate
 from headstart.eval.prompt_sums import write_sums
 from headstart.eval.settings import EvalSettings
 from headstart.eval.speed import (
-    absolute_speeds,
-    balanced,
-    choose_speed_dtype,
+    ABSOLUTE,
     crossover,
     hardware,
-    measure_speed,
-    memory_bandwidth_bound,
     recommend,
-    speed_checks,
-    speed_row,
+    timed_rows,
 )
 from headstart.eval.statistics import LEVEL, looks, relative_width
 from headstart.eval.subject import Subject, read_batches
 from headstart.eval.summary import summary
 from headstart.eval.target_law import TargetLaw
+from headstart.eval.timings import choose_speed_dtype
 from headstart.heads.checkpoint import checkpoint_identity, load_head
 from headstart.heads.errors import WrongInput
 from headstart.heads.intervals import interval_text
@@ -113,8 +109,9 @@ def evaluate(
 
     if greedy and "speed" in wanted:
         prompt = subject.paths[0].token_N[: subject.paths[0].num_prompt_tokens].tolist()
+        device = target.device
         del target, head, subject.target, subject.head  # two copies of a large target may not fit
-        dtype, _ = choose_speed_dtype(load_target, settings.speed_dtype, prompt)
+        dtype, _ = choose_speed_dtype(load_target, settings.speed_dtype, prompt, device)
         checks += write_speed(load_target(dtype), head_folder, subject, folder, names, rows)
     if checks or not greedy:
         write_lossless(folder, names, checks, proof, tell)
@@ -283,31 +280,24 @@ def write_speed(
     acceptance_rows: Sequence[dict[str, Any]],
 ) -> list[dict[str, Any]]:
     """Time the head, write speed.json, and return the identity checks of the timed replies."""
-    settings = subject.settings
-    dtype = str(target.dtype).removeprefix("torch.")
-    paths = balanced(subject.paths, settings.speed_prompts)
     head = load_head(head_folder, target).to(target.device, target.dtype).eval().pack()
-    subject.tell(f"speed: {len(paths)} prompts at concurrency 1 in {dtype}, {settings.speed_repeats} repeats")
-    timings = measure_speed(target, head, paths, settings, subject.tell)
-    checks = speed_checks(timings, target, paths)
-    rows = [
-        speed_row(timing, timings[0], check, dtype, settings, subject.seed)
-        for timing, check in zip(timings[2:], checks[1:], strict=True)
-    ]
+    rows, checks, absolute = timed_rows(target, head, subject)
+    file = folder / "speed.json"
+    absolute = dict.fromkeys(ABSOLUTE) | (kept_entries(file, "absolute", names) or {}) | absolute
     by_route: dict[int, dict[str, float | None]] = {}
     for row in acceptance_rows:
         if (row["source"], row["drafter"], row["draft"]) == ("offline", head.kind, "greedy") and row["route"] != "all":
             by_route.setdefault(row["draft_length"], {})[row["route"]] = row["accept_len"]["value"]
-    kept = [row for row in kept_entries(folder / "speed.json", "rows", names) if row["engine"] != "reference"]
-    recommended = recommend(rows, head.kind, by_route)
+    rows += [row for row in kept_entries(file, "rows", names) if not timed_again(row, rows)]
+    recommended = recommend([row for row in rows if row["engine"] == "reference"], head.kind, by_route)
     write_json(
-        folder / "speed.json",
+        file,
         {
             "schema": SCHEMAS["speed"],
             **names,
             "hardware": hardware(target.device),
-            "absolute": absolute_speeds(timings, memory_bandwidth_bound(target)),
-            "rows": rows + kept,
+            "absolute": absolute,
+            "rows": rows,
             "recommended": recommended,
             "crossover_concurrency": crossover(recommended),
         },
@@ -342,6 +332,14 @@ def kept_entries(file: FilePath, entry: str, names: dict[str, Any]) -> Any:
 def measured_again(row: dict[str, Any], new: Sequence[dict[str, Any]]) -> bool:
     keys = ("source", "drafter", "route", "context", "draft", "draft_length", "counting")
     return any(all(row[key] == other[key] for key in keys) for other in new)
+
+
+def timed_again(row: dict[str, Any], new: Sequence[dict[str, Any]]) -> bool:
+    """Whether an older row of the reference decoder is measured by a new one, or would stand beside other conditions."""
+    if row["engine"] != "reference":
+        return False
+    same = all(row[key] == new[0][key] for key in ("temperature", "dtype", "threads"))
+    return not same or any(row["concurrency"] == other["concurrency"] for other in new)
 
 
 def same_check(check: dict[str, Any], other: dict[str, Any]) -> bool:

@@ -103,22 +103,24 @@ def headline(results: dict[str, Any]) -> str:
         )
     if lossless is not None:
         lines.append(f"- Output: {lossless['verdict']}.")
-    best = best_speed(speed)
-    if best is not None:
+    for best in best_speeds(speed):
         lines.append(
-            f"- Speedup at concurrency 1: {interval_text(best['speedup'])} at draft length {best['draft_length']} in "
+            f"- Speedup at concurrency {best['concurrency']}: {interval_text(best['speedup'])} at draft length {best['draft_length']} in "
             f"{best['dtype']} ({number_text(best['plain_tokens_per_s'])} to {number_text(best['tokens_per_s'])} tokens/s)."
         )
     return "\n".join(lines)
 
 
-def best_speed(speed: dict[str, Any] | None) -> dict[str, Any] | None:
-    """The head's row with the largest speed-up."""
+def best_speeds(speed: dict[str, Any] | None) -> list[dict[str, Any]]:
+    """The head's row with the largest speed-up at every concurrency."""
     if speed is None:
-        return None
+        return []
     kind = speed["checkpoint"]["kind"]
     rows = [row for row in speed["rows"] if row["drafter"] == kind and row["speedup"]["value"] is not None]
-    return max(rows, key=lambda row: row["speedup"]["value"], default=None)
+    best: dict[int, dict[str, Any]] = {}
+    for row in sorted(rows, key=lambda row: row["speedup"]["value"]):
+        best[row["concurrency"]] = row
+    return [best[concurrency] for concurrency in sorted(best)]
 
 
 def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

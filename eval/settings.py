@@ -18,8 +18,10 @@ class EvalSettings:
     """Held-out prompts decoded live to prove greedy identity; 0 means all."""
     live_batch: Positive = 8
     """Requests decoded together in the live loop."""
+    concurrency: list[Positive] = field(default_factory=lambda: [1])
+    """Requests that run together where speed is timed; each is compared with plain decoding at the same concurrency."""
     speed_prompts: Positive = 16
-    """Held-out prompts timed at concurrency 1, balanced over routes."""
+    """Held-out prompts that are timed, balanced over routes; more where 6 groups of `concurrency` need more."""
     speed_new_tokens: Positive = 96
     """Longest timed reply."""
     speed_repeats: Positive = 4
@@ -27,7 +29,7 @@ class EvalSettings:
     speed_draft_lengths: list[Positive] = field(default_factory=lambda: [2, 3, 4])
     """Draft lengths that are timed."""
     speed_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """auto times plain decoding in float32 and bfloat16 and takes the faster."""
+    """auto times plain decoding in float32 and, where it is native, bfloat16, and takes the faster."""
     ngram: bool = True
     """Measure n-gram (prompt) lookup, and suffix lookup offline, beside the head."""
     replicates: Positive = 2000
@@ -46,10 +48,10 @@ class EvalSettings:
     """Gate: plain decoding slower than transformers.generate fails, for speedups over it would mean nothing."""
 
     def conflicts(self) -> Conflicts:
-        for name in ("draft_lengths", "speed_draft_lengths"):
-            lengths = getattr(self, name)
-            if not lengths or lengths != sorted(set(lengths)):
-                yield name, f"found {lengths}, expected one or more draft lengths, ascending and without repeats"
+        for name in ("draft_lengths", "speed_draft_lengths", "concurrency"):
+            numbers = getattr(self, name)
+            if not numbers or numbers != sorted(set(numbers)):
+                yield name, f"found {numbers}, expected one or more numbers, ascending and without repeats"
         if self.draft_lengths and self.draft_length not in self.draft_lengths:
             yield "draft_length", f"found {self.draft_length}, expected one of draft_lengths = {self.draft_lengths}"
 

@@ -13,7 +13,7 @@ class TargetSettings:
     model: PathText = "smollm2-135m"
     """Built-in name (`smollm2-135m`), a folder, or a hub id of a transformers causal LM."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Precision the target runs in for traffic and features: auto, float32 or bfloat16."""
+    """Precision of the target for traffic and features: auto (bfloat16 where the processor has it), float32 or bfloat16."""
     device: str = "auto"
     """auto (the first accelerator, else cpu), or a torch device string."""
     attention: Literal["auto", "sdpa", "eager"] = "auto"

@@ -22,6 +22,7 @@ from headstart.heads.llama_body import LlamaBody, is_llama_like
 from headstart.heads.model_folder import no_progress_bars
 from headstart.heads.packed import MIN_ROWS, FrozenLinear
 from headstart.heads.paths import Prompt
+from headstart.heads.precision import DTYPES, choose_precision
 from headstart.heads.settings import TargetSettings
 from headstart.heads.target_facts import check_supported, check_taps, read_facts
 
@@ -247,7 +248,7 @@ class TargetLoader:
             ) from None
         self.taps = sorted(set(taps)) if taps else default_taps(self.facts.num_layers)
         check_taps(settings.model, self.taps, self.facts.num_layers)
-        self.dtype = str(choose_dtype(settings.dtype)).removeprefix("torch.")
+        self.dtype = choose_precision(settings.dtype, choose_device(settings.device)).name
         self._loaded: dict[str, Target] = {}
 
     def __call__(self, dtype: str | None = None) -> "Target":
@@ -255,7 +256,7 @@ class TargetLoader:
 
         Only the last one is held: two precisions of a large target may not fit beside each other.
         """
-        name = str(choose_dtype(dtype or self.settings.dtype)).removeprefix("torch.")
+        name = dtype or self.dtype
         if name not in self._loaded:
             self._loaded.clear()
             self._loaded[name] = self._load(name)
@@ -267,7 +268,7 @@ class TargetLoader:
 
     def _load(self, dtype: str) -> "Target":
         attention = {} if self.settings.attention == "auto" else {"attn_implementation": self.settings.attention}
-        model = read_model(self.settings.model, self.folder, dtype=choose_dtype(dtype), **attention)
+        model = read_model(self.settings.model, self.folder, dtype=DTYPES[dtype], **attention)
         model.to(choose_device(self.settings.device)).eval().requires_grad_(False)
         target = Target(model, self.tokenizer, self.facts, self.taps, direct=self.settings.attention == "auto")
         check_probe(target)
@@ -356,8 +357,3 @@ def choose_device(name: str) -> torch.device:
         return torch.device(name)
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     return accelerator or torch.device("cpu")
-
-
-def choose_dtype(name: str) -> torch.dtype:
-    """`auto` is bfloat16, which halves the memory traffic that bounds decoding."""
-    return {"auto": torch.bfloat16, "bfloat16": torch.bfloat16, "float32": torch.float32}[name]

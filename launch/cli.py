@@ -110,7 +110,8 @@ def build_parser() -> argparse.ArgumentParser:
 
     evaluate = add(commands, "eval", eval_command, "measure a head: acceptance, losslessness, speed")
     add_run(
-        evaluate, "headstart eval eagle --draft-length 2,3,4\n  headstart eval eagle --checkpoint step-000500 --speed"
+        evaluate,
+        "headstart eval eagle --draft-length 2,3,4\n  headstart eval eagle --checkpoint last --speed --concurrency 1,4,16",
     )
     evaluate.add_argument(
         "--checkpoint", default="best", metavar="NAME", help="best, last or step-000500 (default best)"
@@ -123,6 +124,9 @@ def build_parser() -> argparse.ArgumentParser:
     )
     evaluate.add_argument("--prove", action="store_true", help="with --lossless: also catch the seeded faults")
     evaluate.add_argument("--speed", action="store_true", help="only timings beside the acceptance table")
+    evaluate.add_argument(
+        "--concurrency", type=lengths, metavar="N,N", help="with --speed: requests that run together (default 1)"
+    )
 
     export = add(commands, "export", export_command, "write a measured head for an engine")
     add_run(export, "headstart export eagle --engine vllm\n  headstart export eagle --engine llamacpp --out ./draft")
@@ -219,6 +223,12 @@ def eval_command(options: argparse.Namespace) -> None:
         overrides += [f"eval.draft_lengths={options.draft_length}", f"eval.draft_length={options.draft_length[-1]}"]
     if options.prove and not options.lossless:
         raise WrongInput("found --prove alone, expected it beside --lossless: headstart eval RUN --lossless --prove")
+    if options.concurrency:
+        if not options.speed:
+            raise WrongInput(
+                "found --concurrency alone, expected it beside --speed: headstart eval RUN --speed --concurrency 1,4"
+            )
+        overrides.append(f"eval.concurrency={options.concurrency}")
     parts = [part for part in ("offline", "live", "lossless", "prove", "speed") if getattr(options, part)]
     evaluate(options.run, options.checkpoint, overrides, parts)
 

@@ -3,6 +3,7 @@
 import shutil
 from pathlib import Path
 
+from headstart.heads.precision import choose_precision
 from headstart.heads.store import MANIFEST, MANIFEST_SCHEMA, Stage, hash_json, read_json, stage_folder
 from headstart.heads.target import choose_device
 from headstart.launch.check import Checked
@@ -11,7 +12,6 @@ from headstart.launch.run import RunFolder
 from headstart.launch.settings import Recipe
 from headstart.trainer.checkpoint import pointed
 from headstart.trainer.features import features_inputs, gigabytes, token_bytes
-from headstart.trainer.precision import choose_precision
 from headstart.trainer.prompts import prompt_inputs
 from headstart.trainer.traffic import FEATURE_SPLITS, traffic_inputs
 
@@ -44,14 +44,14 @@ def derived(recipe: Recipe, checked: Checked) -> list[Row]:
     vocabulary = recipe.head.draft_vocab_size or facts.num_tokens
     recipe_says = "as the recipe says"
     device_reason = "no accelerator here" if device.type == "cpu" else "the first accelerator"
-    dtype_reason = "halves the memory traffic that bounds decoding"
+    target_precision = choose_precision(recipe.target.dtype, device)
     return [
         ("target", recipe.target.model, f"{facts.num_layers} layers, width {facts.hidden_size}, {target.folder}"),
         ("device", str(device), device_reason if recipe.target.device == "auto" else recipe_says),
-        ("target.dtype", target.dtype, dtype_reason if recipe.target.dtype == "auto" else recipe_says),
+        ("target.dtype", target_precision.name, target_precision.reason),
         ("head.taps", str(target.taps), recipe_says if recipe.head.taps else "2, N // 2, N - 3: what engines read"),
         ("draft vocabulary", f"{vocabulary:,}", f"{vocabulary / facts.num_tokens:.0%} of {facts.num_tokens:,} tokens"),
-        ("train.dtype", str(precision.dtype).removeprefix("torch."), precision.reason),
+        ("train.dtype", precision.name, precision.reason),
         (
             "training tokens",
             f"{recipe.train.num_steps * recipe.train.batch_tokens:,}",

@@ -23,9 +23,10 @@ from headstart.eval.identity import (
 from headstart.eval.measure import evaluate, repeated_ngrams
 from headstart.eval.report import write_report
 from headstart.eval.settings import EvalSettings
-from headstart.eval.speed import balanced, generate, recommend
+from headstart.eval.speed import recommend
 from headstart.eval.subject import read_batches
 from headstart.eval.summary import routes_lost_to_ngram
+from headstart.eval.timings import balanced, generate
 from headstart.heads.checkpoint import save_head
 from headstart.heads.errors import WrongInput
 from headstart.heads.settings import TargetSettings

@@ -12,9 +12,10 @@ from headstart.eval.drafters import HeadDrafter
 from headstart.eval.measure import evaluate
 from headstart.eval.report import length_part
 from headstart.eval.settings import EvalSettings
-from headstart.eval.speed import Timings, Variant, crossover, recommend, speed_row
+from headstart.eval.speed import crossover, recommend, speed_row
 from headstart.eval.subject import read_batches
 from headstart.eval.summary import acceptance_text, drafts_kept, speed_text
+from headstart.eval.timings import Timings, Variant
 from headstart.heads.checkpoint import save_head
 from headstart.heads.contract import greedy
 from headstart.heads.store import read_json
@@ -220,7 +221,7 @@ def fake_timings(concurrency, draft_length):
         draft_s=[draft] * num_steps,
         verify_s=[verify] * num_steps,
     )
-    return Timings(Variant("eagle3" if draft_length else "plain", draft_length), [[reply]] * 3)
+    return Timings(Variant("eagle3" if draft_length else "plain", draft_length), [[[reply] * concurrency]] * 3)
 
 
 def test_slowdowns_are_printed_as_such_with_where_to_switch_off():
@@ -228,7 +229,7 @@ def test_slowdowns_are_printed_as_such_with_where_to_switch_off():
     for concurrency in (1, 8, 32):
         for length in (2, 5, 10):
             timings = [fake_timings(concurrency, k) for k in (length, 0)]
-            rows.append(speed_row(*timings, {"divergences": []}, "float32", SETTINGS, 0, concurrency))
+            rows.append(speed_row(*timings, {"divergences": []}, "float32", SETTINGS, 0))
     expected = {(1, 2): 1.16, (1, 5): 0.71, (1, 10): 0.43, (8, 2): 0.90, (32, 2): 0.75}
     for (concurrency, length), speedup in expected.items():
         row = next(r for r in rows if (r["concurrency"], r["draft_length"]) == (concurrency, length))

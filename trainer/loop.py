@@ -14,6 +14,7 @@ from torch import Tensor
 from headstart.eval.acceptance import acceptance_row, offline_acceptance
 from headstart.heads.contract import Head
 from headstart.heads.errors import TrainingFailed, WrongInput
+from headstart.heads.precision import Precision, choose_precision
 from headstart.heads.vocabulary import hash_ids
 from headstart.trainer.checkpoint import (
     Progress,
@@ -32,7 +33,6 @@ from headstart.trainer.losses import PairSums, Teacher, pair_loss
 from headstart.trainer.memory import keep_freed_memory
 from headstart.trainer.metrics import METRICS, MetricsFile, Window
 from headstart.trainer.optim import clip_gradients, learning_rate, make_optimizer, set_learning_rate
-from headstart.trainer.precision import Precision, choose_precision
 from headstart.trainer.settings import TrackingSettings, TrainSettings
 from headstart.trainer.tracking import start_tracker
 

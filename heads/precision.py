@@ -1,26 +1,35 @@
-"""Which precision the matrix products of training run in, and why."""
+"""Which precision matrix products run in, and why: of the frozen target, of training, of timed decoding."""
 
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
 
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
 
 @dataclass(frozen=True)
 class Precision:
-    """Weights, optimiser, softmax and sums are float32 in any case; this is about products."""
+    """In training it is about products alone: weights, optimiser, softmax and sums are float32 in any case."""
 
     dtype: torch.dtype
     reason: str
+
+    @property
+    def name(self) -> str:
+        return str(self.dtype).removeprefix("torch.")
 
     def autocast(self, device: torch.device) -> AbstractContextManager[None]:
         return torch.autocast(device.type, dtype=torch.bfloat16, enabled=self.dtype == torch.bfloat16)
 
 
 def choose_precision(name: str, device: torch.device) -> Precision:
-    """`auto` takes bfloat16 where the processor multiplies it natively; elsewhere it is emulated and slower."""
+    """A named precision, or with `auto` bfloat16, which halves memory traffic, where the processor multiplies it natively.
+
+    Elsewhere it is emulated: reading a prompt takes hundreds of times as long.
+    """
     if name != "auto":
-        return Precision({"float32": torch.float32, "bfloat16": torch.bfloat16}[name], "train.dtype")
+        return Precision(DTYPES[name], "as the recipe says")
     if device.type == "cuda":
         native, where = torch.cuda.is_bf16_supported(including_emulation=False), torch.cuda.get_device_name(device)
     elif device.type == "cpu":
@@ -28,7 +37,7 @@ def choose_precision(name: str, device: torch.device) -> Precision:
     else:
         native, where = False, device.type
     if native:
-        return Precision(torch.bfloat16, f"{where} multiplies bfloat16 natively")
+        return Precision(torch.bfloat16, f"half the memory traffic, and {where} multiplies it natively")
     return Precision(torch.float32, f"{where} has no native bfloat16 products")
 
 
