@@ -105,8 +105,9 @@ def headline(results: dict[str, Any]) -> str:
         lines.append(f"- Output: {lossless['verdict']}.")
     for best in best_speeds(speed):
         lines.append(
-            f"- Speedup at concurrency {best['concurrency']}: {interval_text(best['speedup'])} at draft length {best['draft_length']} in "
-            f"{best['dtype']} ({number_text(best['plain_tokens_per_s'])} to {number_text(best['tokens_per_s'])} tokens/s)."
+            f"- Speedup at concurrency {best['concurrency']}: {interval_text(best['speedup'])} at draft length "
+            f"{best['draft_length']} in {best['dtype']} ({number_text(best['plain_tokens_per_s'])} to "
+            f"{number_text(best['tokens_per_s'])} tokens/s)."
         )
     return "\n".join(lines)
 

@@ -44,7 +44,7 @@ def timed_rows(
     settings, dtype = subject.settings, str(target.dtype).removeprefix("torch.")
     rows: list[dict[str, Any]] = []
     checks: list[dict[str, Any]] = []
-    absolute = {"memory_bandwidth_bound_tokens_per_s": memory_bandwidth_bound(target)}
+    absolute: dict[str, float | None] = {"memory_bandwidth_bound_tokens_per_s": memory_bandwidth_bound(target)}
     for concurrency in settings.concurrency:
         paths = balanced(
             subject.paths, max(settings.speed_prompts, MIN_PROMPTS * concurrency if concurrency > 1 else 0)
