@@ -222,10 +222,21 @@ def decode_batch(
 
 
 def prefill(target: Target, prompts: list[list[int]], cache: PositionCache) -> tuple[States, Tensor]:
-    """Read the prompts in one pass: their states, and the final state [B, H] that each reply's first token follows."""
-    tokens_BT = padded(prompts, target.device, multiple=LENGTH_STEP)
-    length_B = torch.tensor([len(prompt) for prompt in prompts], device=target.device)
+    """Read the prompts in one pass: their states, and the final state [B, H] that each reply's first token follows.
+
+    A prompt that several requests share is read once, and its keys and values are copied.
+    """
+    distinct = {prompt: i for i, prompt in enumerate(dict.fromkeys(map(tuple, prompts)))}
+    source_B = [distinct[tuple(prompt)] for prompt in prompts]
+    tokens_BT = padded(list(distinct), target.device, multiple=LENGTH_STEP)
+    length_B = torch.tensor([len(prompt) for prompt in distinct], device=target.device)
     states = target.forward(tokens_BT, torch.zeros_like(length_B), cache, length_B)
+    # From the last row on: a source lies at or before its row, so none is overwritten before it was copied.
+    for row in reversed(range(len(prompts))):
+        if row != source_B[row]:
+            cache.move_row(source_B[row], row, len(prompts[row]))
+    states = States(states.taps[source_B], states.final[source_B])
+    length_B = length_B[source_B]
     last_BH = states.final[torch.arange(len(prompts), device=target.device), length_B - 1]
     return states, last_BH
 

@@ -183,11 +183,12 @@ def test_ngram_lookup_offline_equals_live(tiny_target):
         assert one.num_short_steps == counted.num_short_steps
 
 
-def test_batch_of_unequal_prompts_equals_single_runs(tiny_target):
-    prompts = make_prompts(tiny_target, [5, 40, 18])
+def test_batch_of_unequal_and_shared_prompts_equals_single_runs(tiny_target):
+    first, second, third = make_prompts(tiny_target, [5, 40, 18])
+    prompts = [first, second, third, first, second]
     script = ScriptedDrafter(continuations(tiny_target, prompts, 40), 2)
     stop = script.continuations[tuple(prompts[1])][9]  # one row finishes early
-    together = decode(tiny_target, prompts, script, 3, 30, stop_ids=[stop], batch=3)
+    together = decode(tiny_target, prompts, script, 3, 30, stop_ids=[stop], batch=5)
     alone = [decode(tiny_target, [prompt], script, 3, 30, stop_ids=[stop])[0] for prompt in prompts]
     assert [r.token_ids for r in together] == [r.token_ids for r in alone]
     assert [r.steps for r in together] == [r.steps for r in alone]

@@ -4,8 +4,8 @@ import time
 from typing import Any
 
 from headstart.heads.contract import Head
+from headstart.heads.precision import Precision
 from headstart.trainer.data import TrainingRows
-from headstart.trainer.precision import Precision
 from headstart.trainer.settings import TrainSettings
 
 
