@@ -149,7 +149,7 @@ def run_llamacpp(
             }
             answer = json.loads(fetch(f"{url}/completion", request))
             after = llama_counters(url, draft_length)
-            num_drafts, *accepted_K = (new - old for new, old in zip(after, before, strict=True))
+            num_drafts, *accepted_K = counted_since(before, after)
             replies.append(EngineReply(answer["tokens"], num_drafts, accepted_K))
             before = after
     return EngineRun("llamacpp", llamacpp.version, replies)
@@ -205,6 +205,20 @@ def llama_counters(url: str, draft_length: int) -> list[int]:
     names += [f'spec_decode_num_accepted_tokens_per_pos_total{{position="{k}"}}' for k in range(draft_length)]
     found = [re.search(rf"^llamacpp:{re.escape(name)} (\S+)$", text, re.MULTILINE) for name in names]
     return [int(float(match[1])) if match else 0 for match in found]
+
+
+def counted_since(before: list[int], after: list[int]) -> list[int]:
+    """What was counted between two readings of counters that a server keeps from its start on.
+
+    Raises:
+        WrongInput: a counter went back, so the server was started anew between the readings.
+    """
+    if any(new < old for new, old in zip(after, before, strict=True)):
+        raise WrongInput(
+            f"the server's counters went back, from {before} to {after}: it was restarted or they were reset while it was "
+            "measured.\nMeasure again, on a server that nobody else stops."
+        )
+    return [new - old for new, old in zip(after, before, strict=True)]
 
 
 def last_lines(file: Path, count: int = 25) -> str:

@@ -2,6 +2,8 @@
 
 import os
 import sys
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import numpy as np
 import pytest
@@ -10,7 +12,14 @@ import torch
 from headstart.eval import engines, engines_setup
 from headstart.eval.decode import Reply, Step, decode
 from headstart.eval.drafters import HeadDrafter
-from headstart.eval.engine_runs import EngineReply, EngineRun, accepted_per_position, last_lines
+from headstart.eval.engine_runs import (
+    EngineReply,
+    EngineRun,
+    accepted_per_position,
+    counted_since,
+    last_lines,
+    llama_counters,
+)
 from headstart.heads.batch import pack
 from headstart.heads.builtin import resolve_model
 from headstart.heads.eagle3 import Eagle3
@@ -63,6 +72,45 @@ def test_accepted_counts_become_counts_per_position():
 
 def make_run(replies):
     return EngineRun("vllm", "0.32.0", [EngineReply([1, 2], drafts, accepted) for drafts, accepted in replies])
+
+
+@pytest.fixture
+def counting_server():
+    """A loopback server whose /metrics count since its start, as engines' do; what it shows is in `.counters`."""
+
+    class Metrics(BaseHTTPRequestHandler):
+        def do_GET(self):
+            drafts, *accepted = self.server.counters
+            lines = [f"llamacpp:spec_decode_num_drafts_total {drafts}"]
+            name = "llamacpp:spec_decode_num_accepted_tokens_per_pos_total"
+            lines += [f'{name}{{position="{k}"}} {count}' for k, count in enumerate(accepted)]
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write("\n".join(lines).encode())
+
+        def log_message(self, *args):
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Metrics) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield server
+        server.shutdown()
+        thread.join()
+
+
+def test_traffic_before_a_measurement_is_not_counted_and_a_restart_is_noticed(counting_server):
+    """Case 89: counters are cumulative, so every run takes differences, and the second run reports the same."""
+    url = f"http://127.0.0.1:{counting_server.server_port}"
+    counting_server.counters = [1000, 700, 300, 90]
+    for _ in range(2):
+        before = llama_counters(url, 3)
+        counting_server.counters = [old + new for old, new in zip(before, [50, 30, 12, 4], strict=True)]
+        assert counted_since(before, llama_counters(url, 3)) == [50, 30, 12, 4]
+    before = llama_counters(url, 3)
+    counting_server.counters = [10, 5, 2, 1]
+    with pytest.raises(WrongInput, match="restarted"):
+        counted_since(before, llama_counters(url, 3))
 
 
 def test_the_engine_row_keeps_the_laws_of_its_schema():

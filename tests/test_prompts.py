@@ -139,6 +139,10 @@ def test_the_first_2000_builtin_prompts_hold_every_pattern_and_few_siblings():
             "template_kwargs sets max_length, truncation, which is no variable of a chat template",
         ),
         ({"text": "hello"}, "no messages and no prompt"),
+        (  # case 98
+            {"prompt": "hello", "response_format": {"type": "json_object"}, "guided_regex": "[0-9]+", "grammar": None},
+            "response_format, guided_regex constrains the reply, which is not supported",
+        ),
         ([user("hello")], "not an object"),
     ],
 )

@@ -198,6 +198,13 @@ RENDERING = {
     *("tokenizer_kwargs", "processor_kwargs"),
 }
 
+# Request fields that constrain what may be said next, as serving logs have them. Replies are made, drafted and judged here
+# without any constraint, so what such a request would accept is another matter.
+CONSTRAINTS = (
+    *("response_format", "json_schema", "grammar", "structured_outputs", "logit_bias", "bad_words"),
+    *("guided_json", "guided_regex", "guided_choice", "guided_grammar", "regex", "ebnf"),
+)
+
 ROW_KEYS = ("id", "route", "messages", "conversations", "prompt", "template_kwargs")
 
 
@@ -209,6 +216,9 @@ def read_row(row: Any, roles: Mapping[str, str], split: str) -> tuple[Prompt, li
     """
     if not isinstance(row, dict):
         raise BadRow("not an object")
+    unconstrained = (None, {}, [], "", {"type": "text"})
+    if constrained := [key for key in CONSTRAINTS if parsed_or_text(row.get(key)) not in unconstrained]:
+        raise BadRow(f"{', '.join(constrained)} constrains the reply, which is not supported")
     turns = parsed(row.get("messages"))
     turns = parsed(row.get("conversations")) if turns is None else turns
     if turns is None and isinstance(row.get("prompt"), str):
@@ -249,6 +259,14 @@ def parsed(value: Any) -> Any:
         except (ValueError, RecursionError):
             raise BadRow("a column is text and not JSON") from None
     return value
+
+
+def parsed_or_text(value: Any) -> Any:
+    """The same for a column that may be plain text."""
+    try:
+        return parsed(value)
+    except BadRow:
+        return value
 
 
 def read_messages(turns: Any, roles: Mapping[str, str]) -> tuple[tuple[dict[str, Any], ...], list[str]]:
