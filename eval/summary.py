@@ -335,5 +335,13 @@ def recommended_text(speed: dict[str, Any], quote: str = "") -> list[str]:
         flags = f"  {quote}{advice['flags']}{quote}" if advice["flags"] else ""
         lines.append(f"recommended by these times at {where}: draft length {advice['draft_length']}{off}{flags}")
     if (limit := speed["crossover_concurrency"]) is not None:
-        lines.append(f"switch drafting off from concurrency {limit} on")
+        below = [row["concurrency"] for row in speed["rows"] if row["concurrency"] < limit]
+        pays = (
+            f"at {max(below)} it still pays"
+            if below
+            else "no smaller one was measured"
+            if limit > 1
+            else "it never pays"
+        )
+        lines.append(f"switch drafting off from concurrency {limit} on ({pays})")
     return lines
