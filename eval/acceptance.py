@@ -7,12 +7,13 @@ made from the same per-prompt sums (`PromptCounts`), offline and live alike.
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from headstart.eval.early_stop import confidence
 from headstart.eval.statistics import Interval, interval, mean_interval, ratio, ratio_interval, resampling_weights
 from headstart.eval.target_law import TargetLaw, emitted_logprobs
 from headstart.heads.batch import Batch
@@ -30,6 +31,7 @@ class ReplyAcceptance:
     accept_TK: np.ndarray  # float64, r_{t,j}; 0 where not judged
     judged_TK: np.ndarray  # bool: a token is proposed at (t, j) and x_{t+2+j} lies in the reply
     num_out_of_vocab: int | None = None  # reply tokens after the first that the drafter cannot draft
+    confidence_TK: np.ndarray | None = None  # float64, of the draft at (t, j); None: the drafter has none
 
 
 @dataclass
@@ -51,10 +53,19 @@ class PromptCounts:
     uniform: dict[str, np.ndarray] = field(default_factory=dict)  # sums over uniform starts; offline only
 
 
+class PairAcceptance(NamedTuple):
+    """Every start and depth of a batch; 0 where the pair is not valid."""
+
+    accept_SD: Tensor  # float64, r_{t,j}
+    start_S: Tensor  # int64 slots
+    valid_SD: Tensor
+    confidence_SD: Tensor  # float64, largest probability of the law that the draft is made from
+
+
 @torch.no_grad()
 def acceptance_probabilities(
     head: Head, batch: Batch, draft_length: int, temperature: float = 0.0, law: TargetLaw | None = None
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> PairAcceptance:
     """r_{t,j} = P(draft j of start t is accepted | the recorded token is emitted), for every pair serving can meet.
 
     By the token-wise rule (`verify_tokens`; block verification may keep more). Given that x is emitted, it came from an
@@ -66,9 +77,6 @@ def acceptance_probabilities(
         temperature: of the draft; 0 drafts greedily.
         law: what the paths were drawn by; it gives p for a temperature above 0, and refuses paths of another setting at
             any. None takes the recorded log-probabilities, which are p for paths sampled at temperature 1, unfiltered.
-
-    Returns:
-        accept_SD float64 (0 where invalid), start_S int64 slots, valid_SD bool, with D = draft_length.
 
     Raises:
         WrongInput: paths recorded at another sampling setting.
@@ -82,6 +90,7 @@ def acceptance_probabilities(
     label_slot_P = start_S[pair_P2[:, 0]] + 1 + pair_P2[:, 1]
     label_P = batch.next_token_T[label_slot_P]
     accept_SD = torch.zeros(valid_SD.shape, dtype=torch.float64, device=valid_SD.device)
+    confidence_SD = torch.zeros_like(accept_SD)
     for begin in range(0, len(pair_P2), PROJECTION_CHUNK):
         chunk = slice(begin, begin + PROJECTION_CHUNK)
         s_C, j_C = pair_P2[chunk].unbind(1)
@@ -96,7 +105,8 @@ def acceptance_probabilities(
             log_ratio_C = (logq_C.double() - logp_T[label_slot_P[chunk]]).clamp_max(0)
             accept_C = torch.where(known_C, log_ratio_C.exp(), 0.0)
         accept_SD[s_C, j_C] = accept_C.double()
-    return accept_SD, start_S, valid_SD
+        confidence_SD[s_C, j_C] = confidence(logits_CV, temperature or 1.0).double()
+    return PairAcceptance(accept_SD, start_S, valid_SD, confidence_SD)
 
 
 def reply_acceptance(
@@ -115,7 +125,7 @@ def reply_acceptance(
     """
     replies = []
     for batch in batches:
-        accept_SD, start_S, valid_SD = (
+        accept_SD, start_S, valid_SD, confidence_SD = (
             x.cpu().numpy() for x in acceptance_probabilities(head, batch, draft_length, temperature, law)
         )
         if max_position is not None:
@@ -127,9 +137,9 @@ def reply_acceptance(
         row_S = np.searchsorted(np.asarray(batch.offsets[1:]), start_S, side="right")
         for row, (prompt_id, route) in enumerate(zip(batch.prompt_ids, batch.routes, strict=True)):
             here = row_S == row
-            replies.append(
-                ReplyAcceptance(prompt_id, route, accept_SD[here], valid_SD[here], int(unknown_S[here].sum()))
-            )
+            num_unknown = int(unknown_S[here].sum())
+            found = (accept_SD[here], valid_SD[here], num_unknown, confidence_SD[here])
+            replies.append(ReplyAcceptance(prompt_id, route, *found))
     return replies
 
 
@@ -168,21 +178,24 @@ def visits(accept_RTK: np.ndarray, num_starts_R: np.ndarray) -> np.ndarray:
     return visit[:, :num_starts]
 
 
-def count_replies(replies: Sequence[ReplyAcceptance], draft_length: int) -> list[PromptCounts]:
-    """Expected sums of every reply at one draft length, by counting rule `reply`; longer rollouts are cut to it."""
+def reached(replies: Sequence[ReplyAcceptance], draft_length: int) -> list[np.ndarray]:
+    """[n - 1, K + 1] of each reply: the probability that a step begins at start t and its first j drafts are accepted."""
     num_starts_R = np.array([len(reply.accept_TK) for reply in replies], dtype=np.int64)
-    longest = int(num_starts_R.max(initial=0))
-    accept_RTK = np.zeros((len(replies), longest, draft_length))
+    accept_RTK = np.zeros((len(replies), int(num_starts_R.max(initial=0)), draft_length))
     for row, reply in enumerate(replies):
         accept_RTK[row, : len(reply.accept_TK)] = reply.accept_TK[:, :draft_length]
     visit_RT = visits(accept_RTK, num_starts_R)
-    # alive[t, j]: a step begins at t and its first j drafts are accepted
     survival_RTK = np.cumprod(accept_RTK, axis=2)
     alive = visit_RT[:, :, None] * np.concatenate([np.ones_like(survival_RTK[:, :, :1]), survival_RTK], axis=2)
+    return [alive[row, :n] for row, n in enumerate(num_starts_R.tolist())]
+
+
+def count_replies(replies: Sequence[ReplyAcceptance], draft_length: int) -> list[PromptCounts]:
+    """Expected sums of every reply at one draft length, by counting rule `reply`; longer rollouts are cut to it."""
     counts = []
-    for row, reply in enumerate(replies):
-        n = int(num_starts_R[row])
-        alive_T, judged_TK = alive[row, :n], reply.judged_TK[:, :draft_length]
+    for reply, alive_T in zip(replies, reached(replies, draft_length), strict=True):
+        n = len(alive_T)
+        judged_TK = reply.judged_TK[:, :draft_length]
         accepted_TK = reply.accept_TK[:, :draft_length]
         # a step is short when all that is left of the reply are accepted drafts
         last = range(max(n - draft_length, 0), n)

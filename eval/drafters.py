@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from headstart.eval.acceptance import ReplyAcceptance
+from headstart.eval.early_stop import EarlyStop
 from headstart.eval.verify import invert
-from headstart.heads.contract import Head
+from headstart.heads.contract import Head, greedy
 from headstart.heads.paths import Path
 from headstart.heads.target import States
 
@@ -95,10 +96,13 @@ def padded(rows: Sequence[Sequence[int]], device: torch.device, multiple: int = 
 
 
 class HeadDrafter:
-    """A trained head, drafting by its serving path (`start`, `draft`, `accept`)."""
+    """A trained head, drafting by its serving path (`start`, `draft`, `accept`).
 
-    def __init__(self, head: Head, max_position: int | None = None) -> None:
-        self.head = head
+    `stop_below` ends a draft where the product of the head's confidences falls below it (`early_stop.py`); 0 never does.
+    """
+
+    def __init__(self, head: Head, max_position: int | None = None, stop_below: float = 0.0) -> None:
+        self.head, self.stop_below = head, stop_below
         self.name: str = head.kind
         self.max_position = max_position
 
@@ -109,21 +113,24 @@ class HeadDrafter:
         tokens_BT = padded(next_tokens, self.head.device)
         features_BTF = states.taps[:, : tokens_BT.shape[1]]
         lengths_B = torch.tensor([len(prompt) for prompt in prompts], device=self.head.device)
-        return HeadSession(self.head, self.head.start(features_BTF, tokens_BT, lengths_B, max_length))
+        return HeadSession(self.head, self.head.start(features_BTF, tokens_BT, lengths_B, max_length), self.stop_below)
 
 
 class HeadSession:
     """Session of a head; the draft state is the head's own."""
 
-    def __init__(self, head: Head, state: Any) -> None:
-        self.head, self.state = head, state
+    def __init__(self, head: Head, state: Any, stop_below: float = 0.0) -> None:
+        self.head, self.state, self.stop_below = head, state, stop_below
 
     def propose(self, length_B: list[int]) -> Proposal:
-        return Proposal(self.head.draft(self.state, max(length_B)).tokens_BK, length_B)
+        stop = EarlyStop(greedy, length_B, self.stop_below)
+        return Proposal(self.head.draft(self.state, max(length_B), stop).tokens_BK, stop.length_B)
 
     def sample(self, length_B: list[int], sampler: DraftSampler) -> Proposal:
-        tokens_BK = self.head.draft(self.state, max(length_B), sampler).tokens_BK
-        return Proposal(tokens_BK, length_B, sampler.law_BKV(self.head.draft_ids_V, self.head.facts.vocab_size))
+        stop = EarlyStop(sampler, length_B, self.stop_below, sampler.temperature)
+        tokens_BK = self.head.draft(self.state, max(length_B), stop).tokens_BK
+        law_BKV = sampler.law_BKV(self.head.draft_ids_V, self.head.facts.vocab_size) if tokens_BK.shape[1] else None
+        return Proposal(tokens_BK, stop.length_B, law_BKV)
 
     def accept(self, states: States, blocks: list[list[int]]) -> None:
         num_slots = states.taps.shape[1]

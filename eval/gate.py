@@ -8,7 +8,7 @@ from headstart.eval.summary import plain_below_generate
 from headstart.heads.errors import GateFailed, WrongInput
 from headstart.heads.store import read_json
 
-SCHEMAS = {name: f"headstart.{name}/1" for name in ("acceptance", "lossless", "speed")}
+SCHEMAS = {name: f"headstart.{name}/1" for name in ("acceptance", "lossless", "speed", "calibration")}
 
 
 def read_evals(folder: Path) -> dict[str, Any]:

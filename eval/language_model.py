@@ -110,7 +110,7 @@ class LanguageModelSession:
         """Tokens [B, max(length_B)]; a row is fed no further than its own length, for its context may end there."""
         model, device = self.drafter.model, self.drafter.model.device
         logits_BV = torch.zeros(len(self.texts), self.drafter.num_tokens, device=device)
-        tokens: list[Tensor] = []
+        tokens = [torch.zeros(len(self.texts), 0, dtype=torch.int64, device=device)]
         for j in range(max(length_B)):
             rows = [row for row, length in enumerate(length_B) if length > j]
             if j == 0:
@@ -125,12 +125,15 @@ class LanguageModelSession:
             states = model.forward(padded(fed, device), start_B, self.cache, number_B, None if whole else index_B)
             last_BH = states.final[torch.arange(len(rows), device=device), number_B - 1]
             logits_BV[index_B] = self.drafter.logits(last_BH)
-            tokens.append(sampler(logits_BV))
+            chosen_B = sampler(logits_BV)
+            if chosen_B is None:
+                break
+            tokens.append(chosen_B[:, None])
         for row, length in enumerate(length_B):
             if length > 0:
                 self.num_read[row] = len(self.texts[row])
-                self.num_drafts_read[row] = length - 1
-        return torch.stack(tokens, dim=1)
+                self.num_drafts_read[row] = min(length - 1, j)
+        return torch.cat(tokens, dim=1)
 
 
 @torch.no_grad()

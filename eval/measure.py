@@ -7,6 +7,8 @@ Three measurements of one checkpoint on the held-out replies, in this order, eac
     lossless.json     greedy identity of live replies with the recorded ones, plain decoding and transformers.generate; if
                       asked for, the certificate (`lossless.py`): rules enumerated, sampled replies tested
     speed.json        tokens per second against plain decoding, interleaved, at every concurrency asked for
+
+From the first and the last comes calibration.json: the head's confidence beside its acceptance, and where to stop drafts.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,6 +24,8 @@ from headstart.eval.acceptance import (
     count_replies,
     reply_acceptance,
 )
+from headstart.eval.calibration import calibration_entries
+from headstart.eval.calibration_text import calibration_text
 from headstart.eval.contexts import by_context
 from headstart.eval.drafters import SuffixDrafter, lookup_acceptance, ngram_acceptance
 from headstart.eval.faults import prove
@@ -47,7 +51,6 @@ from headstart.heads.checkpoint import checkpoint_identity, load_head
 from headstart.heads.errors import WrongInput
 from headstart.heads.intervals import interval_text
 from headstart.heads.paths import Path
-from headstart.heads.sampling import Sampling
 from headstart.heads.store import hash_json, read_json, write_json
 from headstart.heads.target import Target
 
@@ -77,7 +80,8 @@ def evaluate(
         routes: routes that prompts carry; one without held-out replies is shown as empty.
 
     Returns:
-        The contents of acceptance.json, lossless.json and speed.json by name; None for a file that does not exist.
+        The contents of acceptance.json, lossless.json, speed.json and calibration.json by name; None for a file that does
+        not exist.
 
     Raises:
         WrongInput: no paths, or paths of several sampling settings.
@@ -94,7 +98,8 @@ def evaluate(
 
     replies = head_acceptance(subject)
     names = identity_of(head_folder, target, subject.paths, prompts_name)
-    rows, sums = measure_acceptance(subject, replies)
+    heads = head_sources(subject, replies)
+    rows, sums = measure_acceptance(subject, heads)
     extra: dict[str, Any] = {"repeated_8grams": repeated_ngrams(subject.paths)}
     checks: list[dict[str, Any]] = []
     if greedy and wanted & {"live", "lossless"}:
@@ -115,8 +120,10 @@ def evaluate(
         checks += write_speed(load_target(dtype), head_folder, subject, folder, names, rows)
     if checks or not greedy:
         write_lossless(folder, names, checks, proof, tell)
+    write_calibration(subject, folder, names, heads)
     results = read_evals(folder)
     tell(summary(of_checkpoint(results, names["checkpoint"]), settings.draft_length))
+    tell(calibration_text(results["calibration"]))
     return results
 
 
@@ -177,21 +184,29 @@ def head_acceptance(subject: Subject) -> list[ReplyAcceptance]:
     return [taken[path.prompt_id] for path in subject.paths]
 
 
+def head_sources(subject: Subject, greedy: list[ReplyAcceptance]) -> list[tuple[str, list[ReplyAcceptance]]]:
+    """Acceptance of the head's drafts by how they are made: greedy, and sampled where the replies were."""
+    sampling = subject.sampling
+    if sampling.temperature == 0:
+        return [("greedy", greedy)]
+    law, longest = TargetLaw(subject.target, sampling), max(subject.settings.draft_lengths)
+    batches = read_batches(subject.target, subject.head, subject.paths)
+    return [
+        ("greedy", greedy),
+        ("sampled", reply_acceptance(subject.head, batches, longest, sampling.temperature, law)),
+    ]
+
+
 def measure_acceptance(
-    subject: Subject, replies: list[ReplyAcceptance]
+    subject: Subject, heads: Sequence[tuple[str, list[ReplyAcceptance]]]
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Offline rows of the head and of lookup, and the rows of prompts.json they are sums of.
 
     Every draft length has a row over all prompts, one for each route, and one for each bucket of prompt lengths.
     """
-    target, head, paths, settings = subject.target, subject.head, subject.paths, subject.settings
+    paths, settings = subject.paths, subject.settings
     longest = max(settings.draft_lengths)
-    sources = [(head.kind, "greedy", replies)]
-    sampling = Sampling(**paths[0].sampling)
-    if sampling.temperature > 0:
-        law = TargetLaw(target, sampling)
-        sampled = reply_acceptance(head, read_batches(target, head, paths), longest, sampling.temperature, law)
-        sources.append((head.kind, "sampled", sampled))
+    sources = [(subject.head.kind, draft, replies) for draft, replies in heads]
     if settings.ngram:
         sources.append(("ngram", "greedy", ngram_acceptance(paths, longest)))
         sources.append(("suffix", "greedy", lookup_acceptance(paths, longest, SuffixDrafter())))
@@ -215,18 +230,40 @@ def write_acceptance(
     """acceptance.json; rows and the live agreement that were measured before on the same checkpoint and prompts stay."""
     file = folder / "acceptance.json"
     environment = {"device": str(subject.target.device), "dtype": "float32", "threads": torch.get_num_threads()}
-    interval = {
+    kept = [row for row in kept_entries(file, "rows", names) if not measured_again(row, rows)]
+    if "live_agreement" not in extra and (agreed := kept_entries(file, "live_agreement", names)):
+        extra["live_agreement"] = agreed
+    body = {"environment": environment, "interval": interval_method(subject), "rows": rows + kept, **extra}
+    write_json(file, {"schema": SCHEMAS["acceptance"], **names, **body})
+
+
+def interval_method(subject: Subject) -> dict[str, Any]:
+    """How the intervals of a file were made."""
+    return {
         "level": LEVEL,
         "kind": "bootstrap over prompts",
         "replicates": subject.settings.replicates,
         "seed": subject.seed,
         "method": "percentiles, expanded for the number of prompts",
     }
-    kept = [row for row in kept_entries(file, "rows", names) if not measured_again(row, rows)]
-    if "live_agreement" not in extra and (agreed := kept_entries(file, "live_agreement", names)):
-        extra["live_agreement"] = agreed
-    body = {"environment": environment, "interval": interval, "rows": rows + kept, **extra}
-    write_json(file, {"schema": SCHEMAS["acceptance"], **names, **body})
+
+
+def write_calibration(
+    subject: Subject, folder: FilePath, names: dict[str, Any], heads: Sequence[tuple[str, list[ReplyAcceptance]]]
+) -> None:
+    """calibration.json; speed-ups are predicted where steps of this checkpoint were timed, now or before."""
+    timed = kept_entries(folder / "speed.json", "rows", names)
+    body = calibration_entries(
+        heads,
+        names["checkpoint"]["kind"],
+        max(subject.settings.draft_lengths),
+        timed,
+        subject.settings.replicates,
+        subject.seed,
+    )
+    sampling = {"sampling": asdict(subject.sampling)}
+    content = {**names, "interval": interval_method(subject), **sampling, **body}
+    write_json(folder / "calibration.json", {"schema": SCHEMAS["calibration"], **content})
 
 
 def write_prompt_sums(

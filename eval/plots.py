@@ -60,6 +60,22 @@ def plot_lengths(rows: Sequence[dict[str, Any]], cost: float | None, path: Path)
     save_plot(figure, path)
 
 
+def plot_reliability(rows: Sequence[dict[str, Any]], path: Path) -> None:
+    """Acceptance over confidence by depth, in bins, with intervals; on the dashed line confidence means what it says."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(4.6, 4.4), layout="constrained")
+    axes = figure.add_subplot()
+    axes.plot((0, 1), (0, 1), linestyle="--", color="grey")
+    for row in rows:
+        found = [(held["confidence"], held["acceptance"]) for held in row["bins"] if held["confidence"] is not None]
+        plot_intervals(axes, found, "o-", f"{row['draft']}, depth {row['depth']}")
+    axes.set(xlabel="confidence", ylabel="accepted / judged", xlim=(0, 1.02), ylim=(0, 1.02))
+    axes.grid(alpha=0.3)
+    axes.legend()
+    save_plot(figure, path)
+
+
 def plot_intervals(axes: Any, found: Sequence[tuple[float, Interval]], marker: str, label: str) -> None:
     """Values at their places, with a bar where there is an interval; what was not measured is left out."""
     known = [(x, value["value"]) for x, value in found if value["value"] is not None]

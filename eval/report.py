@@ -6,9 +6,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from headstart.eval.calibration_text import reliability_table, stop_text, threshold_table
 from headstart.eval.contexts import break_even_text, context_rows, counted, step_cost
 from headstart.eval.gate import of_checkpoint, read_evals
-from headstart.eval.plots import plot_acceptance, plot_lengths, plot_training
+from headstart.eval.plots import plot_acceptance, plot_lengths, plot_reliability, plot_training
 from headstart.eval.summary import (
     certificate_lines,
     context_table,
@@ -29,6 +30,7 @@ from headstart.heads.store import atomic_path
 
 REPORT = "report.md"
 ACCEPTANCE_PLOT, LENGTHS_PLOT, TRAINING_PLOT = "acceptance.png", "lengths.png", "training.png"
+RELIABILITY_PLOT = "reliability.png"
 
 HOW_TO_READ = """\
 ## How to read this
@@ -49,6 +51,8 @@ HOW_TO_READ = """\
   against the target's law: their first tokens jointly, and the surprise of all their tokens.
 - **speedup** is tokens/s with the head over tokens/s of plain decoding by the same code at draft length 0, in the same
   process, dtype and cache, timed in turns. Values below 1 are slowdowns and are shown.
+- **confidence** of a draft is the largest probability of the head's own law there. Drafts may be ended where the product
+  of the confidences so far falls below a threshold: decided before the token is drawn, so the output stays the target's.
 - **n-gram lookup** drafts by repeating what followed the same words earlier. It costs nothing to train or run, so a head
   has to beat it; replies that repeat themselves flatter it (the share of repeated 8-grams stands beside it).
 """
@@ -76,6 +80,7 @@ def write_report(run: Path) -> Path:
         length_part(acceptance, results["speed"], main["draft_length"], run / LENGTHS_PLOT) if main else "",
         lossless_part(results["lossless"]),
         speed_part(results["speed"]),
+        confidence_part(results["calibration"], run / RELIABILITY_PLOT),
     ]
     if curve:
         plot_training(curve, run / TRAINING_PLOT)
@@ -268,6 +273,26 @@ def speed_part(speed: dict[str, Any] | None) -> str:
     text.append(
         "They are the reference decoder's. An engine has costs of its own: time it there before you rely on it."
     )
+    return "\n\n".join(text)
+
+
+def confidence_part(calibration: dict[str, Any] | None, plot: Path) -> str:
+    """Whether the head knows when it is right, and what ending drafts by that would be worth."""
+    if calibration is None or not calibration["rows"]:
+        return ""
+    plot_reliability(calibration["rows"], plot)
+    text = [
+        "## Confidence",
+        markdown_table(*reliability_table(calibration)),
+        f"![Acceptance over confidence]({plot.name})",
+    ]
+    for advice in calibration["recommended"]:
+        text += [
+            f"{advice['draft'].capitalize()} drafts of length {advice['draft_length']}, ended where the product of "
+            "confidences falls below a threshold:",
+            markdown_table(*threshold_table(calibration, advice["draft"])),
+            f"{stop_text(calibration, advice).capitalize()}.",
+        ]
     return "\n\n".join(text)
 
 

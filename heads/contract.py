@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from headstart.heads.batch import Batch
 from headstart.heads.facts import TargetFacts
 
-# Chooses the next draft token of every row from draft logits [B, Vd]; returns draft-vocabulary indices [B].
-Sampler = Callable[[Tensor], Tensor]
+# Chooses the next draft token of every row from draft logits [B, Vd]: draft-vocabulary indices [B], or None to end here.
+Sampler = Callable[[Tensor], Tensor | None]
 
 
 def greedy(logits_BV: Tensor) -> Tensor:
@@ -76,7 +76,10 @@ class Head(nn.Module, ABC):
 
     @abstractmethod
     def draft(self, state: Any, depth: int, sampler: Sampler = greedy) -> Draft:
-        """Draft `depth` tokens a row after x_{t+1}. After a block's first step one token a row is fed."""
+        """Draft `depth` tokens a row after x_{t+1}, fewer where the sampler ends the block (none, even).
+
+        After a block's first step one token a row is fed.
+        """
 
     @abstractmethod
     def accept(self, state: Any, features_BTF: Tensor, next_tokens_BT: Tensor, num_accepted_B: Tensor) -> None:

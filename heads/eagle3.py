@@ -235,17 +235,22 @@ class Eagle3(Head):
     def draft(self, state: DraftState, depth: int, sampler: Sampler = greedy) -> Draft:
         self._read_fresh(state)
         hidden_BH, position_B = state.last_BH, state.length_B - 1
-        tokens: list[Tensor] = []
-        logits: list[Tensor] = []
+        num_rows, num_ids = len(hidden_BH), len(self.draft_ids_V)
+        tokens = [self.draft_ids_V.new_zeros(num_rows, 0)]
+        logits = [hidden_BH.new_zeros(num_rows, 0, num_ids)]
         for j in range(depth):
             if j > 0:
-                hidden_BH = self._step(state, hidden_BH, tokens[-1], position_B + j)
+                hidden_BH = self._step(state, hidden_BH, tokens[-1].squeeze(1), position_B + j)
             normed_BH = self.norm(hidden_BH)
-            logits.append(self.logits(normed_BH))
-            tokens.append(self.draft_ids_V[sampler(logits[-1])])
+            logits_BV = self.logits(normed_BH)
+            chosen_B = sampler(logits_BV)
+            if chosen_B is None:
+                break
+            logits.append(logits_BV[:, None])
+            tokens.append(self.draft_ids_V[chosen_B][:, None])
             if self.settings.norm_output:
                 hidden_BH = normed_BH
-        return Draft(torch.stack(tokens, dim=1), torch.stack(logits, dim=1))
+        return Draft(torch.cat(tokens, dim=1), torch.cat(logits, dim=1))
 
     def pack(self) -> "Eagle3":
         for module in self.modules():

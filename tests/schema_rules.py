@@ -119,6 +119,45 @@ SPEED = {
     "recommended": [{"engine": str, "concurrency": [int], "draft_length": int, "routes_off": [str], "flags": str}],
     "crossover_concurrency": (int, NULL),
 }
+RELIABILITY_BIN = {
+    "low": NUMBER,
+    "high": NUMBER,
+    "weight": NUMBER,
+    "confidence": NUMBER_OR_NULL,
+    "acceptance": INTERVAL,
+}
+CALIBRATION = {
+    "schema": ("headstart.calibration/1",),
+    "checkpoint": CHECKPOINT,
+    "target": TARGET,
+    "prompts": PROMPTS,
+    "interval": {"level": NUMBER, "kind": ("bootstrap over prompts",), "replicates": int, "seed": int},
+    "sampling": {"temperature": NUMBER, "top_k": int, "top_p": NUMBER},
+    "rows": [
+        {
+            "draft": ("greedy", "sampled"),
+            "depth": int,
+            "weight": NUMBER,
+            "confidence": INTERVAL,
+            "acceptance": INTERVAL,
+            "calibration_error": INTERVAL,
+            "bins": [RELIABILITY_BIN],
+        }
+    ],
+    "thresholds": [
+        {
+            "draft": ("greedy", "sampled"),
+            "draft_length": int,
+            "stop_below": NUMBER,
+            "accept_len": INTERVAL,
+            "drafts_per_step": INTERVAL,
+            "draft_steps_per_step": INTERVAL,
+            "predicted_speedup": INTERVAL,
+            "gain": INTERVAL,
+        }
+    ],
+    "recommended": [{"draft": ("greedy", "sampled"), "draft_length": int, "stop_below": NUMBER_OR_NULL}],
+}
 DIVERGENCE = {
     "prompt_id": str,
     "position": int,
@@ -367,7 +406,7 @@ def run_violations(run: Path) -> list[str]:
     """Every file of a finished run that has a schema."""
     found = acceptance_violations(run / "eval" / "acceptance.json")
     found += prompts_violations(run / "eval" / "prompts.json")
-    for name, form in (("speed", SPEED), ("lossless", LOSSLESS)):
+    for name, form in (("speed", SPEED), ("lossless", LOSSLESS), ("calibration", CALIBRATION)):
         found += violations(read_strict(run / "eval" / f"{name}.json"), form, f"{name}.json")
     found += metrics_violations(run / "metrics.jsonl")
     for stage in ("prompts", "traffic", "features"):

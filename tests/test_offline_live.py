@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from headstart.eval.acceptance import count_replies, reply_acceptance
+from headstart.eval.calibration import stopped
 from headstart.eval.decode import decode, live_counts
 from headstart.eval.drafters import HeadDrafter, NgramDrafter, SuffixDrafter, lookup_acceptance
 from headstart.eval.language_model import LanguageModelDrafter, language_model_acceptance
@@ -25,7 +26,8 @@ NUM_NEW = 20
 NUM_TOKENS = 32
 LENGTHS = (2, 4, 7)
 TEMPERATURES = (0.0, 0.7, 1.0)
-KINDS = ("eagle3", "model", "ngram", "suffix", "scripted")
+STOP_BELOW = 0.3
+KINDS = ("eagle3", "eagle3 stops early", "model", "ngram", "suffix", "scripted")
 FILTERS = (Sampling(0.9, top_k=12), Sampling(1.0, top_p=0.8), Sampling(1.2, min_p=0.05))
 
 
@@ -57,16 +59,22 @@ class Bench:
         return [make_path(prompt, reply.token_ids, name, sampling) for prompt, reply, name in rows]
 
     def drafter(self, kind):
-        known = {"eagle3": HeadDrafter(self.head), "model": self.model, "scripted": self.script}
+        known = {
+            "eagle3": HeadDrafter(self.head),
+            "eagle3 stops early": HeadDrafter(self.head, stop_below=STOP_BELOW),
+            "model": self.model,
+            "scripted": self.script,
+        }
         return known.get(kind) or self.lookups[kind]
 
     def offline(self, kind, paths, draft_length, sampling, draft):
         law = TargetLaw(self.target, sampling)
         temperature = sampling.temperature if draft == "sampled" else 0.0
-        if kind == "eagle3":
+        if kind.startswith("eagle3"):
             states = self.target.read([path.token_N for path in paths])
             batch = pack([(path, s.taps, s.final) for path, s in zip(paths, states, strict=True)])
             replies = reply_acceptance(self.head, [batch], draft_length, temperature, law)
+            replies = [stopped(reply, STOP_BELOW) for reply in replies] if "stops" in kind else replies
         elif kind == "model":
             replies = language_model_acceptance(self.model, paths, draft_length, temperature, law)
         elif kind == "scripted":
