@@ -122,8 +122,8 @@ def evaluate(
         write_lossless(folder, names, checks, proof, tell)
     write_calibration(subject, folder, names, heads)
     results = read_evals(folder)
-    tell(summary(of_checkpoint(results, names["checkpoint"]), settings.draft_length))
     tell(calibration_text(results["calibration"]))
+    tell(summary(of_checkpoint(results, names["checkpoint"]), settings.draft_length))
     return results
 
 
