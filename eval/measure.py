@@ -359,7 +359,10 @@ def kept_entries(file: FilePath, entry: str, names: dict[str, Any]) -> Any:
     """What a file says already of this very checkpoint and target (and prompts, where it names them); empty if nothing."""
     if not file.exists():
         return []
-    old = read_json(file, SCHEMAS[file.stem])
+    try:
+        old = read_json(file, SCHEMAS[file.stem])
+    except WrongInput:  # damaged: all of it is measured again
+        return []
     same = all(old.get(name, names[name]) == names[name] for name in ("target", "prompts"))
     if not same or not same_checkpoint(old["checkpoint"], names["checkpoint"]):
         return []

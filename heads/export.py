@@ -237,16 +237,17 @@ def fresh_folder(out: Path) -> Iterator[Path]:
     if out.exists() and not (out.is_dir() and (is_export(out) or not any(out.iterdir()))):
         raise WrongInput(f"{out}: found files that are no export of ours. Move them away or choose another --out.")
     out.parent.mkdir(parents=True, exist_ok=True)
-    temporary = out.with_name(f".{out.name}.{os.getpid()}.tmp")
+    temporary, replaced = (out.with_name(f".{out.name}.{os.getpid()}{end}.tmp") for end in ("", ".old"))
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir()
     try:
         yield temporary
-        if out.exists():
-            shutil.rmtree(out)
+        if out.exists():  # moved, not deleted: only between two renames is there no export at all
+            out.rename(replaced)
         temporary.rename(out)
     finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+        for folder in (temporary, replaced):
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def is_export(folder: Path) -> bool:

@@ -5,6 +5,7 @@ input of the output head.
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path as FilePath
 from typing import Any
 
@@ -248,8 +249,12 @@ class TargetLoader:
             ) from None
         self.taps = sorted(set(taps)) if taps else default_taps(self.facts.num_layers)
         check_taps(settings.model, self.taps, self.facts.num_layers)
-        self.dtype = choose_precision(settings.dtype, choose_device(settings.device)).name
         self._loaded: dict[str, Target] = {}
+
+    @cached_property
+    def dtype(self) -> str:
+        """Name of the precision that the settings ask for, `auto` resolved for their device."""
+        return choose_precision(self.settings.dtype, choose_device(self.settings.device)).name
 
     def __call__(self, dtype: str | None = None) -> "Target":
         """The target in `dtype` (default: the settings'), loaded and checked on a probe where it is not the last one given.

@@ -8,6 +8,7 @@ import sys
 import traceback
 from collections.abc import Callable
 from pathlib import Path
+from typing import NoReturn
 
 from headstart import __version__
 from headstart.heads.errors import GateFailed, TrainingFailed, WrongInput
@@ -166,6 +167,9 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, **options: object) -> None:
         super().__init__(formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False, **options)  # type: ignore[arg-type]
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(WRONG_INPUT, f"error: {message}\nExamples and every option: {self.prog} --help\n")
 
 
 def add(commands: "argparse._SubParsersAction[Parser]", name: str, command: Callable, text: str) -> Parser:

@@ -12,7 +12,7 @@ from headstart.eval.summary import find_rows
 from headstart.heads.errors import WrongInput
 from headstart.heads.intervals import interval_text
 from headstart.heads.store import read_json, versions
-from headstart.launch.recipe import built_in_recipes
+from headstart.launch.recipe import built_in_recipes, load_recipe
 from headstart.launch.run import run_folders
 from headstart.launch.schema import bare, keys
 from headstart.launch.settings import Recipe
@@ -59,8 +59,16 @@ def runs(root: Path) -> Iterator[list[str]]:
         checkpoints = sorted((folder / "checkpoints").glob("step-*"))
         state = "exported" if any((folder / "export").glob("*/config.json")) else None
         state = state or ("measured" if (folder / "eval" / "acceptance.json").exists() else None)
-        state = state or (checkpoints[-1].name if checkpoints else "started")
+        state = state or (f"{checkpoints[-1].name}{of_steps(folder)}" if checkpoints else "started")
         yield [folder.name, state, headline(folder)]
+
+
+def of_steps(folder: Path) -> str:
+    """How many steps the training of a run has, as its recipe says."""
+    try:
+        return f" of {load_recipe(folder / 'recipe.yaml').train.num_steps}"
+    except WrongInput:
+        return ""
 
 
 def headline(folder: Path) -> str:
