@@ -18,6 +18,7 @@ from headstart.launch.settings import Recipe
 from headstart.trainer.prompts import PromptSet, gather
 
 T = TypeVar("T")
+SHOWN_SKIPS = 10  # skipped prompt rows that `check` names
 Findings = list[tuple[str, str]]
 """Dotted key of the setting at fault, and what is wrong."""
 
@@ -140,3 +141,14 @@ def length_problems(recipe: Recipe, prompts: list[Prompt], lengths: dict[str, in
     text = f"found {limit}, but {len(over)} prompts are longer (routes: {routes}), the longest with"
     text += f" {lengths[worst.prompt_id]} tokens ({start!r}); raise it, or choose other prompts.routes"
     return [("traffic.max_prompt_tokens", text)]
+
+
+def skip_lines(prompts: PromptSet) -> list[str]:
+    """The first rows that became no prompt, each with its place and reason."""
+    lines = []
+    for skip in prompts.skips[:SHOWN_SKIPS]:
+        place = f"{skip.source}:{skip.row}" if skip.row else skip.source
+        lines.append(f"skipped: {place}: {skip.reason}" + (f" ({skip.text!r})" if skip.text else ""))
+    if (more := len(prompts.skips) - SHOWN_SKIPS) > 0:
+        lines.append(f"and {more:,} more are skipped; a run lists all of them")
+    return lines

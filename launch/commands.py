@@ -16,8 +16,6 @@ from headstart.launch.run import RunFolder, find_run, locked
 from headstart.launch.settings import Recipe
 from headstart.launch.threads import apply_threads, choose_threads
 
-SHOWN_SKIPS = 10  # skipped prompt rows that `check` names
-
 if TYPE_CHECKING:
     from headstart.eval.prompt_sums import PromptSums
 
@@ -27,7 +25,7 @@ def check(recipe_text: str, overrides: list[str], dry_run: bool) -> None:
     path = find_recipe(recipe_text)
     recipe = load_recipe(path, overrides)
     threads = ready_process(recipe)
-    from headstart.launch.check import check_recipe
+    from headstart.launch.check import check_recipe, skip_lines
 
     if dry_run:
         run_folder(recipe).compare({"settings": training_settings(recipe)})
@@ -38,11 +36,7 @@ def check(recipe_text: str, overrides: list[str], dry_run: bool) -> None:
         print(dump_recipe(recipe, f"resolved from {path.name}"), flush=True)
         print_plan(recipe, path, checked, threads)
     else:
-        for skip in checked.prompts.skips[:SHOWN_SKIPS]:
-            place = f"{skip.source}:{skip.row}" if skip.row else skip.source
-            print(f"skipped: {place}: {skip.reason}" + (f" ({skip.text!r})" if skip.text else ""))
-        if (more := len(checked.prompts.skips) - SHOWN_SKIPS) > 0:
-            print(f"and {more:,} more are skipped; a run lists all of them")
+        print("".join(f"{line}\n" for line in skip_lines(checked.prompts)), end="")
         print(f"{path} is fine; next: headstart train {shlex.quote(recipe_text)}")
 
 

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from headstart.heads.errors import WrongInput
-from headstart.launch.check import check_recipe
-from headstart.launch.commands import check
+from headstart.launch.check import check_recipe, skip_lines
 from headstart.launch.recipe import built_in_recipes, find_recipe, load_recipe
 
 SCRIPTS = Path(sys.executable).parent
@@ -149,11 +148,10 @@ def test_every_launcher_reads_the_recipe_and_takes_the_same_threads(command: lis
     assert sorted(path.name for path in tmp_path.iterdir()) == ["folder"]  # a dry run writes nothing
 
 
-def test_check_names_the_rows_it_skips(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_check_names_the_rows_it_skips(recipe: Path) -> None:
     with (recipe.parent / "mine.jsonl").open("a") as rows:
         rows.write('{"prompt": ""}\n' + '{"text": 1}\n' * 12)
-    check(str(recipe), [], dry_run=False)
-    told = capsys.readouterr().out
-    assert "mine.jsonl:7: an empty user turn" in told
-    assert "mine.jsonl:8: no messages and no prompt" in told
-    assert "and 3 more are skipped" in told
+    lines = skip_lines(check_recipe(load_recipe(recipe), recipe, []).prompts)
+    assert "mine.jsonl:7: an empty user turn" in lines[0]
+    assert "mine.jsonl:8: no messages and no prompt" in lines[1]
+    assert lines[-1] == "and 3 more are skipped; a run lists all of them"
