@@ -64,8 +64,8 @@ class PairAcceptance(NamedTuple):
 
 @torch.no_grad()
 def acceptance_probabilities(
-    head: Head, batch: Batch, draft_length: int, temperature: float = 0.0, law: TargetLaw | None = None
-) -> PairAcceptance:
+    head: Head, batch: Batch, draft_length: int, temperatures: Sequence[float] = (0.0,), law: TargetLaw | None = None
+) -> list[PairAcceptance]:
     """r_{t,j} = P(draft j of start t is accepted | the recorded token is emitted), for every pair serving can meet.
 
     By the token-wise rule (`verify_tokens`; block verification may keep more). Given that x is emitted, it came from an
@@ -74,39 +74,45 @@ def acceptance_probabilities(
     1[x = argmax q], whatever p is. Tokens outside the draft vocabulary have q = 0 and count as misses.
 
     Args:
-        temperature: of the draft; 0 drafts greedily.
+        temperatures: of the drafts, all from one rollout; 0 drafts greedily.
         law: what the paths were drawn by; it gives p for a temperature above 0, and refuses paths of another setting at
             any. None takes the recorded log-probabilities, which are p for paths sampled at temperature 1, unfiltered.
+
+    Returns:
+        One result for each temperature; D = draft_length.
 
     Raises:
         WrongInput: paths recorded at another sampling setting.
     """
     if law is not None:
         law.check(batch.samplings)
-    logp_T = emitted_logprobs(batch, law) if temperature > 0 else torch.zeros_like(batch.next_logprob_T)
+    logp_T = emitted_logprobs(batch, law) if any(temperatures) else torch.zeros_like(batch.next_logprob_T)
     rollout = head.rollout(batch, draft_length)
     start_S, valid_SD = rollout.start_S, rollout.valid_SD
     pair_P2 = valid_SD.nonzero()
     label_slot_P = start_S[pair_P2[:, 0]] + 1 + pair_P2[:, 1]
     label_P = batch.next_token_T[label_slot_P]
-    accept_SD = torch.zeros(valid_SD.shape, dtype=torch.float64, device=valid_SD.device)
-    confidence_SD = torch.zeros_like(accept_SD)
+    shape = (len(temperatures), *valid_SD.shape)
+    accept_QSD = torch.zeros(shape, dtype=torch.float64, device=valid_SD.device)
+    confidence_QSD = torch.zeros_like(accept_QSD)
     for begin in range(0, len(pair_P2), PROJECTION_CHUNK):
         chunk = slice(begin, begin + PROJECTION_CHUNK)
         s_C, j_C = pair_P2[chunk].unbind(1)
         logits_CV = head.logits(rollout.state_SDH[s_C, j_C]).float()
-        if temperature == 0:
-            accept_C = head.draft_ids_V[logits_CV.argmax(-1)] == label_P[chunk]
-        else:
-            index_C = torch.searchsorted(head.draft_ids_V, label_P[chunk]).clamp_max(len(head.draft_ids_V) - 1)
-            known_C = head.draft_ids_V[index_C] == label_P[chunk]
-            logq_CV = torch.log_softmax(logits_CV / temperature, dim=-1)
-            logq_C = logq_CV.gather(1, index_C[:, None]).squeeze(1)
-            log_ratio_C = (logq_C.double() - logp_T[label_slot_P[chunk]]).clamp_max(0)
-            accept_C = torch.where(known_C, log_ratio_C.exp(), 0.0)
-        accept_SD[s_C, j_C] = accept_C.double()
-        confidence_SD[s_C, j_C] = confidence(logits_CV, temperature or 1.0).double()
-    return PairAcceptance(accept_SD, start_S, valid_SD, confidence_SD)
+        index_C = torch.searchsorted(head.draft_ids_V, label_P[chunk]).clamp_max(len(head.draft_ids_V) - 1)
+        known_C = head.draft_ids_V[index_C] == label_P[chunk]
+        for i, temperature in enumerate(temperatures):
+            if temperature == 0:
+                accept_C = known_C & (logits_CV.argmax(-1) == index_C)
+            else:
+                logq_CV = torch.log_softmax(logits_CV / temperature, dim=-1)
+                logq_C = logq_CV.gather(1, index_C[:, None]).squeeze(1)
+                log_ratio_C = (logq_C.double() - logp_T[label_slot_P[chunk]]).clamp_max(0)
+                accept_C = torch.where(known_C, log_ratio_C.exp(), 0.0)
+            accept_QSD[i, s_C, j_C] = accept_C.double()
+            confidence_QSD[i, s_C, j_C] = confidence(logits_CV, temperature or 1.0).double()
+    pairs = zip(accept_QSD, confidence_QSD, strict=True)
+    return [PairAcceptance(accept_SD, start_S, valid_SD, confidence_SD) for accept_SD, confidence_SD in pairs]
 
 
 def reply_acceptance(
@@ -117,30 +123,43 @@ def reply_acceptance(
     law: TargetLaw | None = None,
     max_position: int | None = None,
 ) -> list[ReplyAcceptance]:
-    """Acceptance of every reply of the batches, in order; a reply of one token has no start and stays in the list.
+    """`drafts_acceptance` of one draft temperature."""
+    return drafts_acceptance(head, batches, draft_length, (temperature,), law, max_position)[0]
+
+
+def drafts_acceptance(
+    head: Head,
+    batches: Iterable[Batch],
+    draft_length: int,
+    temperatures: Sequence[float],
+    law: TargetLaw | None = None,
+    max_position: int | None = None,
+) -> list[list[ReplyAcceptance]]:
+    """Acceptance of every reply of the batches, in order, for each temperature of the drafts.
+
+    A reply of one token has no start and stays in the list.
 
     Args:
-        temperature, law: as `acceptance_probabilities`.
+        temperatures, law: as `acceptance_probabilities`.
         max_position: slots the head can draft at, as `Drafter.max_position`; behind them nothing is drafted.
     """
-    replies = []
+    found: list[list[ReplyAcceptance]] = [[] for _ in temperatures]
     for batch in batches:
-        accept_SD, start_S, valid_SD, confidence_SD = (
-            x.cpu().numpy() for x in acceptance_probabilities(head, batch, draft_length, temperature, law)
-        )
+        pairs = acceptance_probabilities(head, batch, draft_length, temperatures, law)
+        start_S, valid_SD = pairs[0].start_S.cpu().numpy(), pairs[0].valid_SD.cpu().numpy()
         if max_position is not None:
             position_S = batch.position_T.cpu().numpy()[start_S]
             valid_SD = valid_SD & (np.add.outer(position_S, np.arange(draft_length)) < max_position)
-            accept_SD = accept_SD * valid_SD
         label_S = batch.next_token_T[torch.as_tensor(start_S, device=batch.next_token_T.device) + 1].cpu().numpy()
         unknown_S = ~np.isin(label_S, head.draft_ids_V.cpu().numpy())
         row_S = np.searchsorted(np.asarray(batch.offsets[1:]), start_S, side="right")
-        for row, (prompt_id, route) in enumerate(zip(batch.prompt_ids, batch.routes, strict=True)):
-            here = row_S == row
-            num_unknown = int(unknown_S[here].sum())
-            found = (accept_SD[here], valid_SD[here], num_unknown, confidence_SD[here])
-            replies.append(ReplyAcceptance(prompt_id, route, *found))
-    return replies
+        for replies, pair in zip(found, pairs, strict=True):
+            accept_SD, confidence_SD = pair.accept_SD.cpu().numpy() * valid_SD, pair.confidence_SD.cpu().numpy()
+            for row, (prompt_id, route) in enumerate(zip(batch.prompt_ids, batch.routes, strict=True)):
+                here = row_S == row
+                values = (accept_SD[here], valid_SD[here], int(unknown_S[here].sum()), confidence_SD[here])
+                replies.append(ReplyAcceptance(prompt_id, route, *values))
+    return found
 
 
 def visits(accept_RTK: np.ndarray, num_starts_R: np.ndarray) -> np.ndarray:
@@ -178,12 +197,18 @@ def visits(accept_RTK: np.ndarray, num_starts_R: np.ndarray) -> np.ndarray:
     return visit[:, :num_starts]
 
 
-def reached(replies: Sequence[ReplyAcceptance], draft_length: int) -> list[np.ndarray]:
-    """[n - 1, K + 1] of each reply: the probability that a step begins at start t and its first j drafts are accepted."""
+def padded_acceptance(replies: Sequence[ReplyAcceptance], draft_length: int) -> tuple[np.ndarray, np.ndarray]:
+    """r of all replies, zero-padded over starts [R, T, K], and the number of starts of each [R]."""
     num_starts_R = np.array([len(reply.accept_TK) for reply in replies], dtype=np.int64)
     accept_RTK = np.zeros((len(replies), int(num_starts_R.max(initial=0)), draft_length))
     for row, reply in enumerate(replies):
         accept_RTK[row, : len(reply.accept_TK)] = reply.accept_TK[:, :draft_length]
+    return accept_RTK, num_starts_R
+
+
+def reached(replies: Sequence[ReplyAcceptance], draft_length: int) -> list[np.ndarray]:
+    """[n - 1, K + 1] of each reply: the probability that a step begins at start t and its first j drafts are accepted."""
+    accept_RTK, num_starts_R = padded_acceptance(replies, draft_length)
     visit_RT = visits(accept_RTK, num_starts_R)
     survival_RTK = np.cumprod(accept_RTK, axis=2)
     alive = visit_RT[:, :, None] * np.concatenate([np.ones_like(survival_RTK[:, :, :1]), survival_RTK], axis=2)

@@ -8,6 +8,7 @@ from headstart.eval.summary import plain_below_generate
 from headstart.heads.errors import GateFailed, WrongInput
 from headstart.heads.store import read_json
 
+AGREEMENT_LEVEL = 1e-4  # p-value below which sampled live replies do not agree with the offline figures
 SCHEMAS = {name: f"headstart.{name}/1" for name in ("acceptance", "lossless", "speed", "calibration")}
 
 
@@ -59,14 +60,10 @@ def failures(evals: dict[str, Any], settings: EvalSettings) -> list[str]:
                     f"accept_len {accept_len['value']} ({row['source']}, at most {most}) is below "
                     f"eval.min_accept_len = {settings.min_accept_len}"
                 )
-    if (agreed := (acceptance or {}).get("live_agreement")) and agreed["unexplained"]:
-        problems.append(
-            f"{len(agreed['unexplained'])} live replies took other steps than computed offline "
-            f"(first: prompt {agreed['unexplained'][0][:12]})"
-        )
+    problems += disagreements((acceptance or {}).get("live_agreement") or {})
     if (lossless := evals["lossless"]) is not None and lossless["verdict"] != "lossless":
         failed = [check["name"] for check in lossless["checks"] if check["verdict"] != "pass"]
-        reason = f"checks that did not pass: {', '.join(failed)}" if failed else "only greedy replies are compared"
+        reason = f"checks that did not pass: {', '.join(failed)}" if failed else "no check has compared a token"
         problems.append(f"losslessness is {lossless['verdict']!r} ({reason})")
     if settings.fail_slow_plain and (speed := evals["speed"]) is not None and plain_below_generate(speed):
         problems.append(
@@ -79,6 +76,24 @@ def failures(evals: dict[str, Any], settings: EvalSettings) -> list[str]:
         best = max((value for value in values if value is not None), default=None)
         if best is None or best < settings.min_speedup:
             problems.append(f"best speedup {best} is below eval.min_speedup = {settings.min_speedup}")
+    return problems
+
+
+def disagreements(agreed: dict[str, Any]) -> list[str]:
+    """Where live replies contradict the offline figures: greedy ones step by step, sampled ones in the mean."""
+    problems = []
+    if unexplained := agreed.get("unexplained"):
+        problems.append(
+            f"{len(unexplained)} live replies took other steps than computed offline "
+            f"(first: prompt {unexplained[0][:12]})"
+        )
+    for draft in ("greedy", "sampled"):
+        found = agreed.get(draft)
+        if found and found["p_value"] is not None and found["p_value"] < AGREEMENT_LEVEL:
+            problems.append(
+                f"accept_len of sampled live replies with {draft} drafts is {found['difference']:+.3f} from the offline one "
+                f"(z = {found['z']:.1f}, p = {found['p_value']:.1g})"
+            )
     return problems
 
 

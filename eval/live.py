@@ -1,6 +1,6 @@
 """The live part of an evaluation: held-out prompts decoded for real, and what that says of the offline figures."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from headstart.eval.acceptance import PromptCounts, ReplyAcceptance
@@ -20,32 +20,16 @@ def measure_live(
     """Decode held-out prompts live in float32: rows by both counting rules, identity checks, agreement with offline."""
     target, head, settings = subject.target, subject.head, subject.settings
     paths = balanced(subject.paths, settings.live_prompts or len(subject.paths))
-    prompt_ids, routes = [path.prompt_id for path in paths], [path.route for path in paths]
+    prompt_ids = [path.prompt_id for path in paths]
     prompts = [path.token_N[: path.num_prompt_tokens].tolist() for path in paths]
     recorded = [path.token_N[path.num_prompt_tokens :].tolist() for path in paths]
     limit = max(path.num_reply_tokens for path in paths)
     length, batch = settings.draft_length, settings.live_batch
 
-    def progress(done: int, num: int) -> None:
-        subject.tell(f"live: {done} of {num} replies")
-
-    live = decode(target, prompts, HeadDrafter(head), length, limit, batch=batch, whole_blocks=True, progress=progress)
-    stored = {path.prompt_id: i for i, path in enumerate(subject.paths)}
-
-    def counts(counting: str) -> list[PromptCounts]:
-        """In stored order, so that the replicates are those of the offline rows."""
-        return sorted(live_counts(live, prompt_ids, routes, length, counting), key=lambda c: stored[c.prompt_id])
-
-    rows = [
-        subject.row(
-            counts(counting),
-            source="live",
-            drafter=head.kind,
-            draft_length=length,
-            counting=counting,
-        )
-        for counting in ("reply", "engine")
-    ]
+    live = decode(
+        target, prompts, HeadDrafter(head), length, limit, batch=batch, whole_blocks=True, progress=told(subject)
+    )
+    rows = live_rows(subject, paths, live)
     rescorer = Rescorer(target)
     few = slice(0, IDENTITY_PROMPTS)
     plain = decode(target, prompts[few], None, 0, limit, batch=batch)
@@ -76,6 +60,38 @@ def measure_live(
         checks[-1]["drafter"] = head.kind if draft_length else "plain"
     by_id = {reply.prompt_id: reply for reply in offline}
     return rows, checks, agreement(subject, paths, [by_id[i] for i in prompt_ids], live)
+
+
+def told(subject: Subject, what: str = "") -> Callable[[int, int], None]:
+    """A decoder's `progress` that tells how far it is."""
+    return lambda done, num: subject.tell(f"live{what}: {done} of {num} replies")
+
+
+def live_counts_in_order(
+    subject: Subject, paths: Sequence[Path], live: Sequence[Reply], counting: str = "reply"
+) -> list[PromptCounts]:
+    """Sums of live replies in the stored order of their prompts, so that the replicates are those of the offline rows."""
+    stored = {path.prompt_id: i for i, path in enumerate(subject.paths)}
+    prompt_ids, routes = [path.prompt_id for path in paths], [path.route for path in paths]
+    counts = live_counts(live, prompt_ids, routes, subject.settings.draft_length, counting)
+    return sorted(counts, key=lambda c: stored[c.prompt_id])
+
+
+def live_rows(
+    subject: Subject, paths: Sequence[Path], live: Sequence[Reply], draft: str = "greedy"
+) -> list[dict[str, Any]]:
+    """Rows of live replies by both counting rules."""
+    return [
+        subject.row(
+            live_counts_in_order(subject, paths, live, counting),
+            source="live",
+            drafter=subject.head.kind,
+            draft=draft,
+            draft_length=subject.settings.draft_length,
+            counting=counting,
+        )
+        for counting in ("reply", "engine")
+    ]
 
 
 def agreement(

@@ -4,14 +4,14 @@ Three measurements of one checkpoint on the held-out replies, in this order, eac
 
     acceptance.json   exact offline acceptance in float32, per position, route and prompt length; n-gram lookup and a live
                       run (`live.py`) beside it; the sums of each prompt are in prompts.json (`prompt_sums.py`)
-    lossless.json     greedy identity of live replies with the recorded ones, plain decoding and transformers.generate; if
-                      asked for, the certificate (`lossless.py`): rules enumerated, sampled replies tested
+    lossless.json     greedy identity of live replies with the recorded ones, plain decoding and transformers.generate; for
+                      sampled replies, or if asked for, the certificate (`lossless.py`): rules enumerated, samples tested
     speed.json        tokens per second against plain decoding, interleaved, at every concurrency asked for
 
 From the first and the last comes calibration.json: the head's confidence beside its acceptance, and where to stop drafts.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path as FilePath
 from typing import Any
@@ -22,7 +22,7 @@ from headstart.eval.acceptance import (
     ReplyAcceptance,
     accept_len_interval,
     count_replies,
-    reply_acceptance,
+    drafts_acceptance,
 )
 from headstart.eval.calibration import calibration_entries
 from headstart.eval.calibration_text import calibration_text
@@ -34,6 +34,7 @@ from headstart.eval.identity import overall_verdict
 from headstart.eval.live import measure_live
 from headstart.eval.lossless import certificate
 from headstart.eval.prompt_sums import write_sums
+from headstart.eval.sampled_live import measure_sampled_live
 from headstart.eval.settings import EvalSettings
 from headstart.eval.speed import (
     ABSOLUTE,
@@ -67,6 +68,7 @@ def evaluate(
     parts: Sequence[str] = (),
     prompts_name: str = "heldout",
     routes: Sequence[str] = (),
+    max_new_tokens: int = 0,
     seed: int = 0,
     tell: Callable[[str], None] = print,
 ) -> dict[str, Any]:
@@ -76,8 +78,10 @@ def evaluate(
         load_target: gives the target, with the head's taps, in a named dtype.
         paths: held-out replies, recorded in float32 at one sampling setting.
         parts: of `live`, `lossless`, `speed`: what is measured beside offline acceptance, or `offline` for nothing else.
-            None named means all, but for the certificate behind `lossless`; `prove` adds the seeded faults to catch.
+            None named means all; greedy replies then have their identity alone, without the certificate that `lossless`
+            names. `prove` adds the seeded faults to catch.
         routes: routes that prompts carry; one without held-out replies is shown as empty.
+        max_new_tokens: the limit of the recorded replies; 0 takes the longest.
 
     Returns:
         The contents of acceptance.json, lossless.json, speed.json and calibration.json by name; None for a file that does
@@ -93,34 +97,35 @@ def evaluate(
     all_routes = sorted({*routes, *(path.route for path in paths)})
     subject = Subject(target, head, list(paths), all_routes, settings, seed, tell)
     greedy = subject.sampling.temperature == 0
-    if not greedy and wanted & {"live", "lossless"}:
-        tell("replies were sampled: greedy identity does not apply, --lossless holds sampled replies against their law")
 
     replies = head_acceptance(subject)
     names = identity_of(head_folder, target, subject.paths, prompts_name)
-    heads = head_sources(subject, replies)
-    rows, sums = measure_acceptance(subject, heads)
+    rows, sums = measure_acceptance(subject, replies)
     extra: dict[str, Any] = {"repeated_8grams": repeated_ngrams(subject.paths)}
     checks: list[dict[str, Any]] = []
     if greedy and wanted & {"live", "lossless"}:
-        live_rows, checks, extra["live_agreement"] = measure_live(subject, replies)
+        live_rows, checks, extra["live_agreement"] = measure_live(subject, replies["greedy"])
         rows += live_rows
-    if "lossless" in parts:
+    elif "live" in wanted:
+        limit = max_new_tokens or names["prompts"]["max_new_tokens"]
+        live_rows, extra["live_agreement"] = measure_sampled_live(subject, replies, limit)
+        rows += live_rows
+    if "lossless" in (parts if greedy else wanted):
         checks += certificate(target, head, subject.paths, settings, seed, tell)
     proof = prove(seed, tell) if "prove" in parts else ([], [])
     folder.mkdir(parents=True, exist_ok=True)
     write_acceptance(subject, folder, names, rows, extra)
     write_prompt_sums(subject, folder, names, sums)
 
-    if greedy and "speed" in wanted:
+    if "speed" in wanted:
         prompt = subject.paths[0].token_N[: subject.paths[0].num_prompt_tokens].tolist()
         device = target.device
         del target, head, subject.target, subject.head  # two copies of a large target may not fit
         dtype, _ = choose_speed_dtype(load_target, settings.speed_dtype, prompt, device)
         checks += write_speed(load_target(dtype), head_folder, subject, folder, names, rows)
-    if checks or not greedy:
+    if checks:
         write_lossless(folder, names, checks, proof, tell)
-    write_calibration(subject, folder, names, heads)
+    write_calibration(subject, folder, names, list(replies.items()))
     results = read_evals(folder)
     tell(calibration_text(results["calibration"]))
     tell(summary(of_checkpoint(results, names["checkpoint"]), settings.draft_length))
@@ -151,25 +156,35 @@ def identity_of(head_folder: FilePath, target: Target, paths: Sequence[Path], pr
     }
 
 
-def head_acceptance(subject: Subject) -> list[ReplyAcceptance]:
-    """Acceptance of the head's greedy drafts along every held-out reply, or along as many as the stopping rule takes.
+def head_acceptance(subject: Subject) -> dict[str, list[ReplyAcceptance]]:
+    """Acceptance of the head's greedy drafts, and sampled ones at a temperature, along every held-out reply, or along as
+    many as the stopping rule takes.
 
     The rule (`eval.stop_at_width`) looks at the interval of accept_len after numbers of prompts that are fixed beforehand,
     and at nothing but its width: the value has no part in when to stop, so the interval keeps its coverage. Prompts are
     taken in the order of their ids, hashes of their content, which no result can bend; `subject.paths` become those
     taken.
     """
-    target, head, settings = subject.target, subject.head, subject.settings
+    target, head, settings, sampling = subject.target, subject.head, subject.settings, subject.sampling
     longest = max(settings.draft_lengths)
+    kinds = {"greedy": 0.0} | ({"sampled": sampling.temperature} if sampling.temperature else {})
+
+    def measured(paths: Sequence[Path]) -> dict[str, list[ReplyAcceptance]]:
+        law = TargetLaw(target, sampling) if sampling.temperature else None
+        found = drafts_acceptance(head, read_batches(target, head, paths), longest, list(kinds.values()), law)
+        return dict(zip(kinds, found, strict=True))
+
     subject.tell(f"acceptance: {len(subject.paths)} held-out replies, draft lengths {settings.draft_lengths}")
     if not settings.stop_at_width:
-        return reply_acceptance(head, read_batches(target, head, subject.paths), longest)
+        return measured(subject.paths)
     order = sorted(subject.paths, key=lambda path: path.prompt_id)
-    replies: list[ReplyAcceptance] = []
+    replies: dict[str, list[ReplyAcceptance]] = {kind: [] for kind in kinds}
     width = float("inf")
     for number in looks(len(order)):
-        replies += reply_acceptance(head, read_batches(target, head, order[len(replies) : number]), longest)
-        found = accept_len_interval(count_replies(replies, settings.draft_length), settings.replicates, subject.seed)
+        for kind, more in measured(order[len(replies["greedy"]) : number]).items():
+            replies[kind] += more
+        counts = count_replies(replies["greedy"], settings.draft_length)
+        found = accept_len_interval(counts, settings.replicates, subject.seed)
         width = relative_width(found)
         subject.tell(f"after {number} prompts: accept_len {interval_text(found)}, {width:.1%} wide")
         if width <= settings.stop_at_width:
@@ -179,26 +194,14 @@ def head_acceptance(subject: Subject) -> list[ReplyAcceptance]:
         if width < float("inf"):  # widths fall with the root of the number of prompts
             advice = f"; about {len(order) * (width / settings.stop_at_width) ** 2:.0f} prompts would do"
         subject.tell(f"no prompts are left, and the interval is wider than {settings.stop_at_width:.1%}{advice}")
-    taken = {reply.prompt_id: reply for reply in replies}
+    taken = {reply.prompt_id for reply in replies["greedy"]}
     subject.paths = [path for path in subject.paths if path.prompt_id in taken]
-    return [taken[path.prompt_id] for path in subject.paths]
-
-
-def head_sources(subject: Subject, greedy: list[ReplyAcceptance]) -> list[tuple[str, list[ReplyAcceptance]]]:
-    """Acceptance of the head's drafts by how they are made: greedy, and sampled where the replies were."""
-    sampling = subject.sampling
-    if sampling.temperature == 0:
-        return [("greedy", greedy)]
-    law, longest = TargetLaw(subject.target, sampling), max(subject.settings.draft_lengths)
-    batches = read_batches(subject.target, subject.head, subject.paths)
-    return [
-        ("greedy", greedy),
-        ("sampled", reply_acceptance(subject.head, batches, longest, sampling.temperature, law)),
-    ]
+    place = {path.prompt_id: i for i, path in enumerate(subject.paths)}
+    return {kind: sorted(own, key=lambda reply: place[reply.prompt_id]) for kind, own in replies.items()}
 
 
 def measure_acceptance(
-    subject: Subject, heads: Sequence[tuple[str, list[ReplyAcceptance]]]
+    subject: Subject, replies: Mapping[str, list[ReplyAcceptance]]
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Offline rows of the head and of lookup, and the rows of prompts.json they are sums of.
 
@@ -206,7 +209,7 @@ def measure_acceptance(
     """
     paths, settings = subject.paths, subject.settings
     longest = max(settings.draft_lengths)
-    sources = [(subject.head.kind, draft, replies) for draft, replies in heads]
+    sources = [(subject.head.kind, draft, found) for draft, found in replies.items()]
     if settings.ngram:
         sources.append(("ngram", "greedy", ngram_acceptance(paths, longest)))
         sources.append(("suffix", "greedy", lookup_acceptance(paths, longest, SuffixDrafter())))

@@ -11,6 +11,7 @@ from headstart.eval.contexts import break_even_text, context_rows, counted, step
 from headstart.eval.gate import of_checkpoint, read_evals
 from headstart.eval.plots import plot_acceptance, plot_lengths, plot_reliability, plot_training
 from headstart.eval.summary import (
+    agreement_text,
     certificate_lines,
     context_table,
     drafter_text,
@@ -18,6 +19,7 @@ from headstart.eval.summary import (
     find_rows,
     main_row,
     named_checks,
+    near_ties_text,
     number_text,
     plain_below_generate,
     recommended_text,
@@ -45,10 +47,10 @@ HOW_TO_READ = """\
 - **[low, high]** is a 95 % interval from drawing the prompts anew with replacement: what other prompts of the same kind
   would give. It does not cover other kinds of prompts.
 - **prompt length** counts the tokens the target reads before its reply; bucket a-b holds prompts of a to b - 1 tokens.
-- **lossless** is a verdict: replies with the head are token for token the target's own, or part where two tokens' logits
-  are equal but for rounding (each such place was scored again in float64 and is listed in `eval/lossless.json`). With
-  `--lossless` the rules of verification are enumerated exactly on a toy target, and sampled replies of this head are held
-  against the target's law: their first tokens jointly, and the surprise of all their tokens.
+- **lossless** is a verdict: greedy replies with the head are token for token the target's own, or part where two tokens'
+  logits are equal but for rounding (each such place was scored again in float64 and is listed in `eval/lossless.json`). At
+  a temperature, or with `--lossless`, the rules of verification are enumerated exactly on a toy target, and sampled replies
+  of this head are held against the target's law: their first tokens jointly, and the surprise of all their tokens.
 - **speedup** is tokens/s with the head over tokens/s of plain decoding by the same code at draft length 0, in the same
   process, dtype and cache, timed in turns. Values below 1 are slowdowns and are shown.
 - **confidence** of a draft is the largest probability of the head's own law there. Drafts may be ended where the product
@@ -162,7 +164,11 @@ def acceptance_part(acceptance: dict[str, Any]) -> str:
         "`product of marginals` 1 + the products of each depth's own mean acceptance over them. Both let drafting start "
         "anywhere; real steps begin where the last draft failed, so they report too much."
     )
-    if agreed := acceptance.get("live_agreement"):
+    agreed = acceptance.get("live_agreement")
+    if agreed and "num_equal" not in agreed:
+        line = agreement_text(agreed)
+        text += f"\n\n{line[0].upper()}{line[1:]}, a paired test over prompts."
+    elif agreed:
         text += (
             f"\n\nLive replies that took exactly the steps computed offline: {agreed['num_equal']} of "
             f"{agreed['num_replies']} ({agreed['num_draft_ties']} part at a tie of draft logits, "
@@ -251,7 +257,7 @@ def speed_part(speed: dict[str, Any] | None) -> str:
             interval_text(row["speedup"]),
             number_text(row["predicted_speedup"], 2),
             number_text(row["cost_ratio"], 2),
-            f"{row['num_near_ties']} of {row['num_divergences']}",
+            near_ties_text(row),
         ]
         for row in speed["rows"]
     ]

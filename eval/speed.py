@@ -39,9 +39,10 @@ def timed_rows(
     """Time plain decoding, the head and lookup at every concurrency asked for that there are prompts for.
 
     Returns:
-        Rows and `absolute` of eval/speed.json, and the identity checks of the timed replies.
+        Rows and `absolute` of eval/speed.json, and the identity checks of the timed replies, if they are greedy.
     """
     settings, dtype = subject.settings, str(target.dtype).removeprefix("torch.")
+    sampling = subject.sampling
     rows: list[dict[str, Any]] = []
     checks: list[dict[str, Any]] = []
     absolute: dict[str, float | None] = {"memory_bandwidth_bound_tokens_per_s": memory_bandwidth_bound(target)}
@@ -55,29 +56,35 @@ def timed_rows(
         subject.tell(
             f"speed at concurrency {concurrency}: {len(paths)} prompts in {dtype}, {settings.speed_repeats} repeats"
         )
-        timings = measure_speed(target, head, paths, settings, concurrency, subject.tell)
+        timings = measure_speed(target, head, paths, settings, concurrency, subject.tell, sampling, subject.seed)
         if concurrency == 1:
             absolute |= absolute_speeds(timings)
-        found = speed_checks(timings, target, paths)
+        found = [] if sampling.temperature else speed_checks(timings, target, paths)
         checks += found
         rows += [
-            speed_row(timing, timings[0], check, dtype, settings, subject.seed)
-            for timing, check in zip(timings[1:], found, strict=True)
+            speed_row(timing, timings[0], check, dtype, settings, subject.seed, sampling.temperature)
+            for timing, check in zip(timings[1:], found or [None] * len(timings[1:]), strict=True)
             if timing.variant.draft_length
         ]
     return rows, checks, absolute
 
 
 def speed_row(
-    timing: Timings, plain: Timings, check: dict[str, Any], dtype: str, settings: EvalSettings, seed: int
+    timing: Timings,
+    plain: Timings,
+    check: dict[str, Any] | None,
+    dtype: str,
+    settings: EvalSettings,
+    seed: int,
+    temperature: float = 0.0,
 ) -> dict[str, Any]:
-    """One row of eval/speed.json; `check` is the identity check of these replies against the plain ones."""
+    """One row of eval/speed.json; `check` is the identity check of greedy replies against the plain ones."""
     weights_BG = resampling_weights(len(plain.runs), settings.replicates, seed)
     speedup = speedup_interval(timing.seconds_G, timing.tokens_G, plain.seconds_G, plain.tokens_G, weights_BG)
     per_group_G = (timing.tokens_G / timing.seconds_G) / (plain.tokens_G / plain.seconds_G)
     replies = timing.replies
-    names = [str(i) for i in range(len(replies))]
-    accept_len = accept_len_interval(live_counts(replies, names, names, timing.variant.draft_length), 1)["value"]
+    names = [str(i) for i in range(len(timing.all()))]
+    accept_len = accept_len_interval(live_counts(timing.all(), names, names, timing.variant.draft_length), 1)["value"]
     target_step = median_ms([s for reply in plain.all() for s in reply.verify_s])
     verify_step = median_ms([s for reply in timing.all() for s in reply.verify_s])
     draft = median_ms([s for reply in timing.all() for s in reply.draft_s])
@@ -89,7 +96,7 @@ def speed_row(
         "engine": "reference",
         "drafter": timing.variant.name,
         "route": "all",
-        "temperature": 0.0,
+        "temperature": temperature,
         "dtype": dtype,
         "threads": torch.get_num_threads(),
         "concurrency": timing.concurrency,
@@ -112,8 +119,8 @@ def speed_row(
         "tpot_ms": latency_ms(
             [(r.total_s - r.first_token_s) / (len(r.token_ids) - 1) for r in timing.all() if len(r.token_ids) > 1]
         ),
-        "num_divergences": len(check["divergences"]),
-        "num_near_ties": sum(d["verdict"] == "tie" for d in check["divergences"]),
+        "num_divergences": None if check is None else len(check["divergences"]),
+        "num_near_ties": None if check is None else sum(d["verdict"] == "tie" for d in check["divergences"]),
         "speedup_geometric": geometric_mean_interval(per_group_G, weights_BG),
     }
 
@@ -146,13 +153,13 @@ def absolute_speeds(timings: Sequence[Timings]) -> dict[str, float | None]:
     """Tokens per second of generate and plain decoding.
 
     One request at a time, on the prompts and repeats that both were timed on, the fastest repeat of each: a stall of the
-    machine in one of them says nothing about the two loops.
+    machine in one of them says nothing about the two loops. (Sampled repeats differ in length: the most tokens/s count.)
     """
     plain, generated = timings[0], timings[1]
     both = [(row[: len(other)], other) for row, other in zip(plain.runs, generated.runs, strict=True) if other]
 
     def rate(groups: list[list[list[Reply]]]) -> float | None:
-        fastest = [min((run[0] for run in group), key=lambda reply: reply.total_s) for group in groups]
+        fastest = [min((run[0] for run in group), key=lambda r: r.total_s / len(r.token_ids)) for group in groups]
         seconds = sum(reply.total_s for reply in fastest)
         return sum(len(reply.token_ids) for reply in fastest) / seconds if seconds else None
 

@@ -199,6 +199,9 @@ def context_table(
 
 
 def agreement_text(agreed: dict[str, Any]) -> str:
+    if "num_equal" not in agreed:
+        found = [f"{draft} drafts {difference_text(agreed[draft])}" for draft in ("greedy", "sampled")]
+        return f"live accept_len of {agreed['num_replies']} sampled replies minus offline: {', '.join(found)}"
     line = f"live steps equal to offline: {agreed['num_equal']} of {agreed['num_replies']} replies"
     if agreed["num_draft_ties"] or agreed["num_other_tokens"] or agreed["unexplained"]:
         line += (
@@ -206,6 +209,13 @@ def agreement_text(agreed: dict[str, Any]) -> str:
             f"tokens, {len(agreed['unexplained'])} unexplained)"
         )
     return line
+
+
+def difference_text(found: dict[str, float | None]) -> str:
+    """A live accept_len minus the offline one, and how surprising that is."""
+    if found["p_value"] is None or found["difference"] is None:
+        return "unknown, too few prompts"
+    return f"{found['difference']:+.3f} (z = {found['z']:.2f}, p = {found['p_value']:.2g})"
 
 
 def named_checks(lossless: dict[str, Any], *names: str) -> list[dict[str, Any]]:
@@ -298,7 +308,7 @@ def speed_text(speed: dict[str, Any]) -> str:
             number_text(row["predicted_speedup"], 2),
             number_text(row["accept_len"], 2),
             number_text(row["cost_ratio"], 2),
-            f"{row['num_near_ties']} of {row['num_divergences']} parted",
+            near_ties_text(row, " parted"),
         ]
         for row in speed["rows"]
     ]
@@ -320,6 +330,13 @@ def speed_text(speed: dict[str, Any]) -> str:
             "accepted tokens give back (compare accept_len with tokens/s and c)"
         )
     return "\n".join(text)
+
+
+def near_ties_text(row: dict[str, Any], suffix: str = "") -> str:
+    """Near ties of the replies that differ from plain decoding's; sampled replies are not compared one by one."""
+    if row["num_divergences"] is None:
+        return "-"
+    return f"{row['num_near_ties']} of {row['num_divergences']}{suffix}"
 
 
 def recommended_text(speed: dict[str, Any], quote: str = "") -> list[str]:

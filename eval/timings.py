@@ -7,7 +7,7 @@ the machine falls on all alike. The time is all of it: prefill, the head's readi
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -18,6 +18,7 @@ from headstart.eval.settings import EvalSettings
 from headstart.heads.contract import Head
 from headstart.heads.paths import Path
 from headstart.heads.precision import choose_precision
+from headstart.heads.sampling import Sampling
 from headstart.heads.target import Target
 
 GENERATE_PROMPTS = 4  # prompts also timed with transformers.generate
@@ -35,11 +36,32 @@ class Variant:
     draft_length: int
     drafter: Drafter | None = None
 
-    def run(self, target: Target, prompts: list[list[int]], max_new_tokens: int) -> list[Reply]:
-        """Replies to requests that start together."""
+    def run(
+        self,
+        target: Target,
+        prompts: list[list[int]],
+        max_new_tokens: int,
+        sampling: Sampling,
+        seed: int = 0,
+        occasion: str = "",
+    ) -> list[Reply]:
+        """Replies to requests that start together; sampled ones draw random numbers of this variant and occasion.
+
+        Drafts are greedy, as engines make them.
+        """
         if self.name == "generate":
-            return [timed_generate(target, prompt, max_new_tokens) for prompt in prompts]
-        return decode(target, prompts, self.drafter, self.draft_length, max_new_tokens, batch=len(prompts))
+            return [timed_generate(target, prompt, max_new_tokens, sampling) for prompt in prompts]
+        return decode(
+            target,
+            prompts,
+            self.drafter,
+            self.draft_length,
+            max_new_tokens,
+            batch=len(prompts),
+            sampling=sampling,
+            seed=seed,
+            request_ids=[f"speed/{self.name}/{self.draft_length}/{occasion}/{i}" for i in range(len(prompts))],
+        )
 
 
 @dataclass
@@ -81,11 +103,15 @@ def measure_speed(
     settings: EvalSettings,
     concurrency: int = 1,
     progress: Callable[[str], None] = lambda line: None,
+    sampling: Sampling | None = None,
+    seed: int = 0,
 ) -> list[Timings]:
     """Time every variant on every group of `concurrency` prompts, interleaved.
 
-    The first entry is plain decoding; at concurrency 1 the second is generate.
+    The first entry is plain decoding; at concurrency 1 the second is generate. Greedy replies repeat; sampled ones
+    (`sampling`, with the run's seed) are drawn anew in every repeat, so that repeats average over them too.
     """
+    sampling = sampling or Sampling()
     head_drafter = HeadDrafter(head)
     variants = [Variant("plain", 0), *([Variant("generate", 0)] if concurrency == 1 else [])]
     variants += [Variant(head.kind, length, head_drafter) for length in settings.speed_draft_lengths]
@@ -94,14 +120,16 @@ def measure_speed(
     groups = grouped([path.token_N[: path.num_prompt_tokens].tolist() for path in paths], concurrency)
     timings = [Timings(variant, [[] for _ in groups]) for variant in variants]
     for variant in variants:  # warm-up: first calls allocate and choose kernels
-        variant.run(target, groups[0], min(8, settings.speed_new_tokens))
+        variant.run(target, groups[0], min(8, settings.speed_new_tokens), sampling)
     for repeat in range(settings.speed_repeats):
         for g, prompts in enumerate(groups):
             for timing in timings if repeat % 2 == 0 else reversed(timings):
                 is_generate = timing.variant.name == "generate"
                 if is_generate and (g >= GENERATE_PROMPTS or repeat >= GENERATE_REPEATS):
                     continue
-                timing.runs[g].append(timing.variant.run(target, prompts, settings.speed_new_tokens))
+                occasion = f"{concurrency}/{g}/{repeat}"
+                run = timing.variant.run(target, prompts, settings.speed_new_tokens, sampling, seed, occasion)
+                timing.runs[g].append(run)
         progress(f"speed at concurrency {concurrency}: repeat {repeat + 1} of {settings.speed_repeats}")
     return timings
 
@@ -123,19 +151,25 @@ def balanced(paths: Sequence[Path], num_prompts: int) -> list[Path]:
     return chosen[:num_prompts]
 
 
-def timed_generate(target: Target, prompt: list[int], max_new_tokens: int) -> Reply:
-    """One greedy reply by transformers.generate, timed as a whole."""
+def timed_generate(target: Target, prompt: list[int], max_new_tokens: int, sampling: Sampling) -> Reply:
+    """One reply by transformers.generate, timed as a whole."""
     clock = Clock(target.device)
     began = clock.now()
-    tokens = generate(target, [prompt], max_new_tokens)[0]
+    tokens = generate(target, [prompt], max_new_tokens, sampling)[0]
     return Reply(token_ids=tokens, total_s=clock.now() - began)
 
 
-def generate(target: Target, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> list[list[int]]:
-    """Greedy replies of transformers.generate, prompts left-padded into one batch, cut after the stop token.
+def generate(
+    target: Target, prompts: Sequence[Sequence[int]], max_new_tokens: int, sampling: Sampling | None = None
+) -> list[list[int]]:
+    """Replies of transformers.generate, prompts left-padded into one batch, cut after the stop token.
 
-    Rows of the embedding table behind the tokenizer's ids are padding; generate is told to leave them out, as we do.
+    Greedy without a sampling setting; sampled ones use torch's own random numbers. Rows of the embedding table behind the
+    tokenizer's ids are padding; generate is told to leave them out, as we do.
     """
+    options: dict[str, Any] = {"do_sample": False}
+    if sampling is not None and sampling.temperature > 0:
+        options = {**sampling.to_dict(), "do_sample": True}
     stops = set(target.facts.stop_ids)
     padding = list(range(target.facts.num_tokens, target.facts.vocab_size))
     width = max(len(prompt) for prompt in prompts)
@@ -149,7 +183,7 @@ def generate(target: Target, prompts: Sequence[Sequence[int]], max_new_tokens: i
             input_ids=tokens_BT.to(target.device),
             attention_mask=mask_BT.to(target.device),
             max_new_tokens=max_new_tokens,
-            do_sample=False,
+            **options,
             eos_token_id=sorted(stops) or None,
             pad_token_id=min(stops, default=0),
             suppress_tokens=padding or None,

@@ -23,7 +23,8 @@ DEFINITIONS = """\
 | survival s_j | a_0 x .. x a_j; engines report it as accepted at position j / drafts |
 | counting `reply` | tokens after a stop or limit do not count, and a draft beyond the reply's end is not judged |
 | counting `engine` | the last block counts whole, as engines count it |
-| lossless | greedy replies with the head are the target's own, token for token (but for ties of rounding) |
+| lossless | greedy replies with the head are the target's own, token for token (but for ties of rounding); sampled ones \
+follow its law, by test |
 | speedup | tokens/s with the head / tokens/s of plain decoding in the same program, dtype and cache |
 | [low, high] | 95 % bootstrap interval over prompts |
 """

@@ -179,5 +179,6 @@ def measure_head(
         parts=parts,
         prompts_name="heldout",
         routes=sorted({prompt.route for prompt in read_prompts(run.folder / "prompts")}),
+        max_new_tokens=recipe.traffic.max_new_tokens,
         seed=recipe.run.seed,
     )

@@ -101,8 +101,8 @@ SPEED_ROW = {
     "cost_ratio": NUMBER_OR_NULL,
     "ttft_ms": PERCENTILES,
     "tpot_ms": PERCENTILES,
-    "num_divergences": int,
-    "num_near_ties": int,
+    "num_divergences": (int, NULL),
+    "num_near_ties": (int, NULL),
 }
 SPEED = {
     "schema": ("headstart.speed/1",),

@@ -163,6 +163,25 @@ def test_a_finished_run_is_measured_exported_and_reported_again(
     assert last.name in message
 
 
+def test_a_recipe_of_sampled_replies_runs_whole(
+    smoke: tuple[Path, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Temperature 1: measured live, proved lossless, timed and exported with no more said."""
+    monkeypatch.chdir(smoke[0].parent.parent)
+    overrides = ["run.name=warm", "prompts.routes=[chat]", "prompts.num_train=4", "prompts.num_validation=1"]
+    overrides += ["prompts.num_heldout=8", "traffic.temperature=1", "traffic.max_new_tokens=12", "train.num_steps=4"]
+    overrides += ["eval.speed_prompts=1", "eval.speed_repeats=1", "eval.lossless_samples=64", "eval.lossless_tokens=64"]
+    assert cli.run(["train", "recipes/smoke.yaml", *overrides]) == 0
+    run = smoke[0].parent / "warm"
+    assert run_violations(run) == []
+    assert read_json(run / "eval" / "lossless.json")["verdict"] == "lossless"
+    assert {row["temperature"] for row in read_json(run / "eval" / "speed.json")["rows"]} == {1.0}
+    assert read_json(run / "eval" / "acceptance.json")["live_agreement"]["sampled"]["p_value"] > 1e-4
+    card = (run / "export" / "vllm" / "README.md").read_text()
+    assert "UNTESTED" not in card
+    assert "temperature 1)" in card
+
+
 def test_a_run_killed_at_any_moment_ends_bit_equal(smoke: tuple[Path, str], tmp_path: Path) -> None:
     unbroken, _ = smoke
     shutil.copytree(ROOT / "recipes", tmp_path / "recipes")

@@ -22,6 +22,7 @@ from headstart.eval.identity import (
 )
 from headstart.eval.measure import evaluate, repeated_ngrams
 from headstart.eval.report import write_report
+from headstart.eval.sampled_live import request_names
 from headstart.eval.settings import EvalSettings
 from headstart.eval.speed import recommend
 from headstart.eval.subject import read_batches
@@ -29,6 +30,7 @@ from headstart.eval.summary import routes_lost_to_ngram
 from headstart.eval.timings import balanced, generate
 from headstart.heads.checkpoint import save_head
 from headstart.heads.errors import WrongInput
+from headstart.heads.sampling import Sampling, request_generator
 from headstart.heads.settings import TargetSettings
 from headstart.heads.store import read_json
 from headstart.heads.target import load_target
@@ -206,19 +208,66 @@ def test_paths_of_several_sampling_settings_are_refused(tiny_target, recorded, t
             evaluate(lambda dtype: tiny_target, tmp_path, paths, SETTINGS, tmp_path / "eval")
 
 
-@pytest.mark.parametrize("sampling", [(1.0, 0, 1.0), (0.7, 40, 0.9)])
-def test_sampled_replies_have_no_greedy_verdict(tiny_target, recorded, tmp_path, sampling):
-    save_head(tmp_path, fitted_head(tiny_target, recorded[:2], steps=2), step=1)
-    sampling = dict(zip(("temperature", "top_k", "top_p"), sampling, strict=True))
-    sampled = [dataclasses.replace(path, sampling=sampling) for path in recorded]
-    results = evaluate(
-        lambda dtype: tiny_target, tmp_path, sampled, SETTINGS, tmp_path / "eval", tell=lambda line: None
-    )
-    assert results["lossless"]["verdict"] == "inconclusive"
-    assert results["speed"] is None
+SAMPLING = Sampling(0.7, 40, 0.9)
+SAMPLED_SETTINGS = dataclasses.replace(
+    SETTINGS, live_batch=8, lossless_samples=64, lossless_tokens=64, fail_slow_plain=False
+)
+
+
+@pytest.fixture(scope="module")
+def sampled(tiny_target, recorded, tmp_path_factory):
+    """A head measured on replies of a temperature: the folder, and what evaluate returned."""
+    folder = tmp_path_factory.mktemp("sampled")
+    save_head(folder, fitted_head(tiny_target, recorded[:2]), step=1)
+    prompts = make_prompts(tiny_target, [7, 12, 9, 15, 8, 11, 6, 10], seed=3)
+    names = [f"p{i}" for i in range(len(prompts))]
+    replies = decode(tiny_target, prompts, None, 0, 10, batch=8, sampling=SAMPLING, request_ids=names)
+    paths = [make_path(p, r.token_ids, n, SAMPLING) for p, r, n in zip(prompts, replies, names, strict=True)]
+    options = {"max_new_tokens": 10, "tell": lambda line: None}
+    return folder, evaluate(lambda _: tiny_target, folder, paths, SAMPLED_SETTINGS, folder / "eval", **options)
+
+
+def test_sampled_replies_have_a_verdict_by_themselves(sampled):
+    _, results = sampled
+    assert results["lossless"]["verdict"] == "lossless"
+    names = {check["name"] for check in results["lossless"]["checks"]}
+    assert names == {"enumeration", "first_tokens", "martingale"}
+    assert failures(results, SAMPLED_SETTINGS) == []
     rows = results["acceptance"]["rows"]
-    assert {row["draft"] for row in rows if row["drafter"] == "eagle3"} == {"greedy", "sampled"}
-    assert all({name: row[name] for name in sampling} == sampling for row in rows)
+    kinds = {(row["source"], row["draft"]) for row in rows if row["drafter"] == "eagle3"}
+    assert kinds == {(source, draft) for source in ("offline", "live") for draft in ("greedy", "sampled")}
+    assert all(row[name] == value for row in rows for name, value in SAMPLING.to_dict().items())
+    speed = [row for row in results["speed"]["rows"] if row["drafter"] == "eagle3"]
+    assert speed
+    assert all(row["temperature"] == SAMPLING.temperature and row["num_divergences"] is None for row in speed)
+
+
+def test_sampled_live_replies_are_held_against_the_offline_figures(sampled):
+    folder, results = sampled
+    agreed = results["acceptance"]["live_agreement"]
+    assert agreed["num_replies"] == 8
+    rows = results["acceptance"]["rows"]
+    for draft in ("greedy", "sampled"):
+        live, offline = (
+            next(
+                row["accept_len"]["value"]
+                for row in rows
+                if (row["source"], row["draft"], row["draft_length"], row["counting"]) == (source, draft, 3, "reply")
+            )
+            for source in ("live", "offline")
+        )
+        assert agreed[draft]["difference"] == pytest.approx(live - offline)
+        assert agreed[draft]["p_value"] > 1e-4
+    assert "sampled drafts" in write_report(folder).read_text()
+    agreed["sampled"]["p_value"] = 9e-5
+    assert "sampled drafts" in failures(results, SAMPLED_SETTINGS)[0]
+
+
+def test_live_replies_have_random_numbers_of_their_own(recorded):
+    """Not those that made the recorded reply: the comparison would be of a reply with itself."""
+    names = [name for draft in ("greedy", "sampled") for name in request_names(draft, recorded)]
+    numbers = [request_generator(name, 0).random() for name in [*names, *(path.prompt_id for path in recorded)]]
+    assert len({*numbers}) == 3 * len(recorded)
 
 
 def test_generate_gives_the_plain_replies(tiny_target):

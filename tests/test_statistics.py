@@ -14,6 +14,7 @@ from headstart.eval.statistics import (
     ratio,
     relative_width,
     resampling_weights,
+    student_p_value,
     student_quantile,
     tail_share,
 )
@@ -69,6 +70,13 @@ def test_three_percent_are_detected_on_200_prompts_and_nothing_is_seldom():
 def test_students_quantile_is_that_of_the_tables(freedom, expected):
     assert student_quantile(0.975, freedom) == pytest.approx(expected, rel=4e-3)
     assert student_quantile(0.025, freedom) == pytest.approx(-expected, rel=4e-3)
+
+
+@pytest.mark.parametrize(
+    ("t", "freedom", "expected"), [(2.5706, 5, 0.05), (2.001, 59, 0.05), (-4.2073, 59, 8.92e-5), (3.2905, 10**6, 1e-3)]
+)
+def test_students_p_value_is_that_of_the_tables(t, freedom, expected):
+    assert student_p_value(t, freedom) == pytest.approx(expected, rel=0.02)
 
 
 def test_percentiles_go_further_out_the_fewer_prompts_there_are():

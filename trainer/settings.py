@@ -42,7 +42,7 @@ class TrafficSettings:
     max_new_tokens: Annotated[int, Bounds(low=2)] = 128
     """Longest reply; one cut here gets no invented stop token."""
     temperature: NonNegative = 0.0
-    """0 is greedy, which losslessness is proved for; above 0 an export needs --untested. Serve with what you train on."""
+    """0 is greedy. Serve with what you train on: figures speak of this setting."""
     top_k: Count = 0
     """Keep the k most likely tokens; 0 keeps all."""
     top_p: PositiveShare = 1.0
@@ -54,7 +54,7 @@ class TrafficSettings:
     chunk: Positive = 512
     """Prompts a chunk: the unit of commit, resume and determinism."""
     eval_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Precision of validation and held-out replies, so that greedy identity can be exact."""
+    """Precision of validation and held-out replies: float32, so that live replies can be held against them."""
 
     def conflicts(self) -> Conflicts:
         if self.temperature == 0 and self.top_k:
