@@ -4,6 +4,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from headstart.eval.temperatures import split_settings
 from headstart.heads.intervals import interval_text
 from headstart.heads.store import read_json
 
@@ -20,7 +21,7 @@ def offline(rows: list[dict[str, Any]], drafter: str, draft_length: int) -> str:
 
 
 def main(run: Path) -> None:
-    acceptance = read_json(run / "eval" / "acceptance.json")
+    acceptance = split_settings(read_json(run / "eval" / "acceptance.json"))
     speed_file = run / "eval" / "speed.json"
     speed = read_json(speed_file) if speed_file.exists() else {"rows": [], "hardware": {}}
     hardware = speed["hardware"]

@@ -28,7 +28,7 @@ from headstart.eval.engine_runs import (
     run_vllm,
 )
 from headstart.eval.engines_setup import engines_folder, install_llamacpp, install_vllm
-from headstart.eval.gate import of_checkpoint, read_evals
+from headstart.eval.gate import SCHEMAS, of_checkpoint, read_evals
 from headstart.eval.timings import balanced
 from headstart.heads.builtin import resolve_model
 from headstart.heads.card import RECORD, RECORD_SCHEMA, write_card
@@ -237,14 +237,14 @@ def keep(
     draft_length: int,
 ) -> None:
     """Add the engine's row to eval/acceptance.json (in place of an older one) and its line to the card."""
-    evals = read_evals(run / "eval")
-    acceptance = evals["acceptance"]
+    file = run / "eval" / "acceptance.json"
+    acceptance = read_json(file, SCHEMAS["acceptance"]) if file.exists() else None
     if acceptance and acceptance["checkpoint"]["sha256"] == record["checkpoint"]["sha256"]:
         ids, routes = [path.prompt_id for path in paths], [path.route for path in paths]
         row = engine_row(drafted, ids, routes, record["kind"], draft_length, acceptance["interval"])
         same = [(r["source"], r["draft_length"]) == (row["source"], draft_length) for r in acceptance["rows"]]
         acceptance["rows"] = [r for r, old in zip(acceptance["rows"], same, strict=True) if not old] + [row]
-        write_json(run / "eval" / "acceptance.json", acceptance)
+        write_json(file, acceptance)
     entry = {
         **{
             name: getattr(result, name)
@@ -258,7 +258,7 @@ def keep(
     kept = [e for e in record["loaded_in"] if (e["engine"], e["version"]) != (result.engine, result.version)]
     record["loaded_in"] = [*kept, entry]
     write_json(folder / RECORD, record)
-    write_card(folder, of_checkpoint(evals, record["checkpoint"]))
+    write_card(folder, of_checkpoint(read_evals(run / "eval"), record["checkpoint"]))
 
 
 def print_comparison(result: Comparison) -> None:

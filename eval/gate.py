@@ -5,6 +5,7 @@ from typing import Any
 
 from headstart.eval.settings import EvalSettings
 from headstart.eval.summary import plain_below_generate
+from headstart.eval.temperatures import split_settings
 from headstart.heads.errors import GateFailed, WrongInput
 from headstart.heads.store import read_json
 
@@ -13,9 +14,15 @@ SCHEMAS = {name: f"headstart.{name}/1" for name in ("acceptance", "lossless", "s
 
 
 def read_evals(folder: Path) -> dict[str, Any]:
-    """The eval files of a run, by name; None where one was not written."""
+    """The eval files of a run, by name; None where one was not written.
+
+    Rows of acceptance at other settings than the run's own are apart (`split_settings`): no verdict speaks of them.
+    """
     files = {name: folder / f"{name}.json" for name in SCHEMAS}
-    return {name: read_json(file, SCHEMAS[name]) if file.exists() else None for name, file in files.items()}
+    found = {name: read_json(file, SCHEMAS[name]) if file.exists() else None for name, file in files.items()}
+    if found["acceptance"] is not None:
+        found["acceptance"] = split_settings(found["acceptance"])
+    return found
 
 
 def same_checkpoint(recorded: dict[str, Any], identity: dict[str, Any]) -> bool:

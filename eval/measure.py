@@ -11,7 +11,7 @@ Three measurements of one checkpoint on the held-out replies, in this order, eac
 From the first and the last comes calibration.json: the head's confidence beside its acceptance, and where to stop drafts.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path as FilePath
 from typing import Any
@@ -20,16 +20,12 @@ import torch
 
 from headstart.eval.acceptance import (
     ReplyAcceptance,
-    accept_len_interval,
-    count_replies,
-    drafts_acceptance,
 )
 from headstart.eval.calibration import calibration_entries
 from headstart.eval.calibration_text import calibration_text
-from headstart.eval.contexts import by_context
-from headstart.eval.drafters import SuffixDrafter, lookup_acceptance, ngram_acceptance
 from headstart.eval.faults import prove
 from headstart.eval.gate import SCHEMAS, of_checkpoint, read_evals, same_checkpoint
+from headstart.eval.heldout import check_paths, head_acceptance, measure_acceptance, measure_setting
 from headstart.eval.identity import overall_verdict
 from headstart.eval.live import measure_live
 from headstart.eval.lossless import certificate
@@ -43,14 +39,13 @@ from headstart.eval.speed import (
     recommend,
     timed_rows,
 )
-from headstart.eval.statistics import LEVEL, looks, relative_width
-from headstart.eval.subject import Subject, read_batches
+from headstart.eval.statistics import LEVEL
+from headstart.eval.subject import Subject
 from headstart.eval.summary import summary
-from headstart.eval.target_law import TargetLaw
+from headstart.eval.temperatures import SETTING
 from headstart.eval.timings import choose_speed_dtype
 from headstart.heads.checkpoint import checkpoint_identity, load_head
 from headstart.heads.errors import WrongInput
-from headstart.heads.intervals import interval_text
 from headstart.heads.paths import Path
 from headstart.heads.store import hash_json, read_json, write_json
 from headstart.heads.target import Target
@@ -69,6 +64,7 @@ def evaluate(
     prompts_name: str = "heldout",
     routes: Sequence[str] = (),
     max_new_tokens: int = 0,
+    others: Sequence[Sequence[Path]] = (),
     seed: int = 0,
     tell: Callable[[str], None] = print,
 ) -> dict[str, Any]:
@@ -82,6 +78,8 @@ def evaluate(
             names. `prove` adds the seeded faults to catch.
         routes: routes that prompts carry; one without held-out replies is shown as empty.
         max_new_tokens: the limit of the recorded replies; 0 takes the longest.
+        others: replies to the same prompts at other sampling settings, one list a setting: their rows stand beside the
+            own ones, and `live` decodes at their settings too. They decide no verdict.
 
     Returns:
         The contents of acceptance.json, lossless.json, speed.json and calibration.json by name; None for a file that does
@@ -101,20 +99,21 @@ def evaluate(
     replies = head_acceptance(subject)
     names = identity_of(head_folder, target, subject.paths, prompts_name)
     rows, sums = measure_acceptance(subject, replies)
+    limit = max_new_tokens or names["prompts"]["max_new_tokens"]
     extra: dict[str, Any] = {"repeated_8grams": repeated_ngrams(subject.paths)}
     checks: list[dict[str, Any]] = []
     if greedy and wanted & {"live", "lossless"}:
         live_rows, checks, extra["live_agreement"] = measure_live(subject, replies["greedy"])
         rows += live_rows
     elif "live" in wanted:
-        limit = max_new_tokens or names["prompts"]["max_new_tokens"]
         live_rows, extra["live_agreement"] = measure_sampled_live(subject, replies, limit)
         rows += live_rows
+    other_rows = [row for recorded in others for row in measure_setting(subject, recorded, "live" in parts, limit)]
     if "lossless" in (parts if greedy else wanted):
         checks += certificate(target, head, subject.paths, settings, seed, tell)
     proof = prove(seed, tell) if "prove" in parts else ([], [])
     folder.mkdir(parents=True, exist_ok=True)
-    write_acceptance(subject, folder, names, rows, extra)
+    write_acceptance(subject, folder, names, rows + other_rows, extra)
     write_prompt_sums(subject, folder, names, sums)
 
     if "speed" in wanted:
@@ -132,17 +131,6 @@ def evaluate(
     return results
 
 
-def check_paths(paths: Sequence[Path]) -> None:
-    if not paths:
-        raise WrongInput("found no held-out replies, expected at least one.\nGive the recipe prompts.heldout.")
-    settings = {hash_json(path.sampling): path.sampling for path in paths}
-    if len(settings) > 1:
-        raise WrongInput(
-            f"found replies of {len(settings)} sampling settings {list(settings.values())}, expected one: acceptance "
-            "is exact only on replies of the setting it is reported for.\nMeasure each setting by itself."
-        )
-
-
 def identity_of(head_folder: FilePath, target: Target, paths: Sequence[Path], prompts_name: str) -> dict[str, Any]:
     """The first entries of every file: which checkpoint, target and prompts it speaks of."""
     return {
@@ -156,77 +144,6 @@ def identity_of(head_folder: FilePath, target: Target, paths: Sequence[Path], pr
     }
 
 
-def head_acceptance(subject: Subject) -> dict[str, list[ReplyAcceptance]]:
-    """Acceptance of the head's greedy drafts, and sampled ones at a temperature, along every held-out reply, or along as
-    many as the stopping rule takes.
-
-    The rule (`eval.stop_at_width`) looks at the interval of accept_len after numbers of prompts that are fixed beforehand,
-    and at nothing but its width: the value has no part in when to stop, so the interval keeps its coverage. Prompts are
-    taken in the order of their ids, hashes of their content, which no result can bend; `subject.paths` become those
-    taken.
-    """
-    target, head, settings, sampling = subject.target, subject.head, subject.settings, subject.sampling
-    longest = max(settings.draft_lengths)
-    kinds = {"greedy": 0.0} | ({"sampled": sampling.temperature} if sampling.temperature else {})
-
-    def measured(paths: Sequence[Path]) -> dict[str, list[ReplyAcceptance]]:
-        law = TargetLaw(target, sampling) if sampling.temperature else None
-        found = drafts_acceptance(head, read_batches(target, head, paths), longest, list(kinds.values()), law)
-        return dict(zip(kinds, found, strict=True))
-
-    subject.tell(f"acceptance: {len(subject.paths)} held-out replies, draft lengths {settings.draft_lengths}")
-    if not settings.stop_at_width:
-        return measured(subject.paths)
-    order = sorted(subject.paths, key=lambda path: path.prompt_id)
-    replies: dict[str, list[ReplyAcceptance]] = {kind: [] for kind in kinds}
-    width = float("inf")
-    for number in looks(len(order)):
-        for kind, more in measured(order[len(replies["greedy"]) : number]).items():
-            replies[kind] += more
-        counts = count_replies(replies["greedy"], settings.draft_length)
-        found = accept_len_interval(counts, settings.replicates, subject.seed)
-        width = relative_width(found)
-        subject.tell(f"after {number} prompts: accept_len {interval_text(found)}, {width:.1%} wide")
-        if width <= settings.stop_at_width:
-            break
-    else:
-        advice = ""
-        if width < float("inf"):  # widths fall with the root of the number of prompts
-            advice = f"; about {len(order) * (width / settings.stop_at_width) ** 2:.0f} prompts would do"
-        subject.tell(f"no prompts are left, and the interval is wider than {settings.stop_at_width:.1%}{advice}")
-    taken = {reply.prompt_id for reply in replies["greedy"]}
-    subject.paths = [path for path in subject.paths if path.prompt_id in taken]
-    place = {path.prompt_id: i for i, path in enumerate(subject.paths)}
-    return {kind: sorted(own, key=lambda reply: place[reply.prompt_id]) for kind, own in replies.items()}
-
-
-def measure_acceptance(
-    subject: Subject, replies: Mapping[str, list[ReplyAcceptance]]
-) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Offline rows of the head and of lookup, and the rows of prompts.json they are sums of.
-
-    Every draft length has a row over all prompts, one for each route, and one for each bucket of prompt lengths.
-    """
-    paths, settings = subject.paths, subject.settings
-    longest = max(settings.draft_lengths)
-    sources = [(subject.head.kind, draft, found) for draft, found in replies.items()]
-    if settings.ngram:
-        sources.append(("ngram", "greedy", ngram_acceptance(paths, longest)))
-        sources.append(("suffix", "greedy", lookup_acceptance(paths, longest, SuffixDrafter())))
-    prompt_tokens = {path.prompt_id: path.num_prompt_tokens for path in paths}
-    rows: list[dict[str, Any]] = []
-    sums: list[dict[str, Any]] = []
-    for drafter, draft, accepted in sources:
-        for length in settings.draft_lengths:
-            counts = count_replies(accepted, length)
-            names = {"drafter": drafter, "draft": draft, "draft_length": length}
-            rows += [subject.row(counts, source="offline", route=route, **names) for route in ("all", *subject.routes)]
-            for context, held in by_context(counts, prompt_tokens).items():
-                rows.append(subject.row(held, source="offline", context=context, **names))
-            sums.append({**names, "num_steps": [c.num_steps for c in counts]})
-    return rows, sums
-
-
 def write_acceptance(
     subject: Subject, folder: FilePath, names: dict[str, Any], rows: list[dict[str, Any]], extra: dict[str, Any]
 ) -> None:
@@ -236,7 +153,8 @@ def write_acceptance(
     kept = [row for row in kept_entries(file, "rows", names) if not measured_again(row, rows)]
     if "live_agreement" not in extra and (agreed := kept_entries(file, "live_agreement", names)):
         extra["live_agreement"] = agreed
-    body = {"environment": environment, "interval": interval_method(subject), "rows": rows + kept, **extra}
+    own = {"interval": interval_method(subject), "sampling": asdict(subject.sampling)}
+    body = {"environment": environment, **own, "rows": rows + kept, **extra}
     write_json(file, {"schema": SCHEMAS["acceptance"], **names, **body})
 
 
@@ -373,7 +291,7 @@ def kept_entries(file: FilePath, entry: str, names: dict[str, Any]) -> Any:
 
 
 def measured_again(row: dict[str, Any], new: Sequence[dict[str, Any]]) -> bool:
-    keys = ("source", "drafter", "route", "context", "draft", "draft_length", "counting")
+    keys = ("source", "drafter", "route", "context", *SETTING, "draft", "draft_length", "counting")
     return any(all(row[key] == other[key] for key in keys) for other in new)
 
 

@@ -26,6 +26,7 @@ from headstart.eval.summary import (
     route_table,
     routes_lost_to_ngram,
 )
+from headstart.eval.temperatures import temperature_table
 from headstart.heads.errors import WrongInput
 from headstart.heads.intervals import interval_text
 from headstart.heads.store import atomic_path
@@ -80,6 +81,7 @@ def write_report(run: Path) -> Path:
         "are 95 % intervals over prompts.",
         route_part(acceptance, main["draft_length"]) if main else "",
         length_part(acceptance, results["speed"], main["draft_length"], run / LENGTHS_PLOT) if main else "",
+        temperature_part(acceptance, main["draft_length"]) if main else "",
         lossless_part(results["lossless"]),
         speed_part(results["speed"]),
         confidence_part(results["calibration"], run / RELIABILITY_PLOT),
@@ -204,6 +206,20 @@ def length_part(acceptance: dict[str, Any], speed: dict[str, Any] | None, draft_
         plot_lengths(rows, cost, plot)
         text.append(f"![accept_len by prompt length]({plot.name})")
     return "\n\n".join(text)
+
+
+def temperature_part(acceptance: dict[str, Any], draft_length: int) -> str:
+    """accept_len by temperature and kind of drafts; empty where the run's own setting is the only one measured."""
+    header, lines = temperature_table(acceptance, draft_length)
+    if not lines:
+        return ""
+    title = f"## By temperature, draft length {draft_length}\n\n"
+    return (
+        title
+        + markdown_table(header, lines)
+        + "\n\nReplies to the same prompts at each temperature, offline unless it says live. Sampled drafts are drawn at "
+        "the target's temperature. Every other figure here is of the run's own setting."
+    )
 
 
 def lossless_part(lossless: dict[str, Any] | None) -> str:

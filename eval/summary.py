@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from headstart.eval.contexts import break_even_text, context_rows, step_cost
+from headstart.eval.temperatures import temperature_table
 from headstart.heads.intervals import interval_text
 
 DEFINITIONS = """\
@@ -116,6 +117,9 @@ def acceptance_text(acceptance: dict[str, Any], draft_length: int, speed: dict[s
     ]
     if by_length := context_text(acceptance, draft_length, speed):
         parts += ["", by_length]
+    header, lines = temperature_table(acceptance, draft_length)
+    if lines:
+        parts += ["", f"by temperature, draft length {draft_length}", table(header, lines)]
     if acceptance.get("live_agreement"):
         parts.append(agreement_text(acceptance["live_agreement"]))
     return "\n".join(parts)

@@ -112,12 +112,20 @@ def build_parser() -> argparse.ArgumentParser:
     evaluate = add(commands, "eval", eval_command, "measure a head: acceptance, losslessness, speed")
     add_run(
         evaluate,
-        "headstart eval eagle --draft-length 2,3,4\n  headstart eval eagle --checkpoint last --speed --concurrency 1,4,16",
+        "headstart eval eagle --draft-length 2,3,4\n  headstart eval eagle --checkpoint last --speed --concurrency 1,4,16\n"
+        "  headstart eval eagle --temperature 0,0.7,1",
     )
     evaluate.add_argument(
         "--checkpoint", default="best", metavar="NAME", help="best, last or step-000500 (default best)"
     )
     evaluate.add_argument("--draft-length", type=lengths, metavar="N,N", help="draft lengths of the acceptance table")
+    evaluate.add_argument(
+        "--temperature",
+        type=temperatures,
+        default=[],
+        metavar="T,T",
+        help="acceptance at these temperatures too, and nothing else unless named; held-out prompts are answered anew",
+    )
     evaluate.add_argument("--offline", action="store_true", help="only the acceptance table, nothing is decoded")
     evaluate.add_argument("--live", action="store_true", help="only the live loop beside the acceptance table")
     evaluate.add_argument(
@@ -197,6 +205,14 @@ def lengths(text: str) -> list[int]:
     return sorted({int(number) for number in text.split(",")})
 
 
+def temperatures(text: str) -> list[float]:
+    """Numbers from 0 on between commas, ascending and each once."""
+    found = sorted({float(number) for number in text.split(",")})
+    if not all(0 <= number < float("inf") for number in found):
+        raise argparse.ArgumentTypeError(f"found {text}, expected numbers from 0 on")
+    return found
+
+
 def positive(text: str) -> int:
     """A number of at least 1."""
     if (number := int(text)) < 1:
@@ -234,7 +250,9 @@ def eval_command(options: argparse.Namespace) -> None:
             )
         overrides.append(f"eval.concurrency={options.concurrency}")
     parts = [part for part in ("offline", "live", "lossless", "prove", "speed") if getattr(options, part)]
-    evaluate(options.run, options.checkpoint, overrides, parts)
+    if options.temperature and not parts:
+        parts = ["offline"]
+    evaluate(options.run, options.checkpoint, overrides, parts, options.temperature)
 
 
 def export_command(options: argparse.Namespace) -> None:

@@ -65,7 +65,7 @@ def train(recipe_text: str, overrides: list[str], fresh: bool) -> None:
         run_train(recipe, path, run)
 
 
-def evaluate(run_text: str, checkpoint: str, overrides: list[str], parts: list[str]) -> None:
+def evaluate(run_text: str, checkpoint: str, overrides: list[str], parts: list[str], temperatures: list[float]) -> None:
     """Measure a checkpoint of a run; `parts` of offline, live, lossless, prove, speed limit what is measured."""
     run, named = find_run(run_text)
     recipe = run_recipe(run, overrides)
@@ -74,7 +74,7 @@ def evaluate(run_text: str, checkpoint: str, overrides: list[str], parts: list[s
         print(f"run {run.folder}\nthreads: {threads}")
         from headstart.launch.stages import run_eval
 
-        run_eval(recipe, run, checkpoint=named or checkpoint, parts=parts)
+        run_eval(recipe, run, checkpoint=named or checkpoint, parts=parts, temperatures=temperatures)
 
 
 def export(run_text: str, checkpoint: str, engine: str, out: Path | None, untested: bool, overrides: list[str]) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 from headstart.eval.gate import SCHEMAS
 from headstart.eval.summary import find_rows
+from headstart.eval.temperatures import split_settings
 from headstart.heads.errors import WrongInput
 from headstart.heads.intervals import interval_text
 from headstart.heads.store import read_json, versions
@@ -77,7 +78,7 @@ def headline(folder: Path) -> str:
     if not path.exists():
         return ""
     try:
-        acceptance = read_json(path, SCHEMAS["acceptance"])
+        acceptance = split_settings(read_json(path, SCHEMAS["acceptance"]))
     except WrongInput:
         return "eval/acceptance.json is damaged"
     whole = {"source": "offline", "route": "all", "context": "all", "draft": "greedy"}

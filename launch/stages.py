@@ -26,6 +26,7 @@ from headstart.heads.store import (
     MANIFEST,
     MANIFEST_SCHEMA,
     Stage,
+    finished_stage,
     hash_json,
     holds,
     new_stage,
@@ -39,6 +40,7 @@ from headstart.launch.export_gate import checkpoint_folder, export_head
 from headstart.launch.run import RunFolder, locked
 from headstart.launch.settings import Recipe
 from headstart.trainer.data import EvaluationRows, TrainingRows
+from headstart.trainer.heldout_traffic import at_temperature, heldout_inputs, make_heldout_traffic
 from headstart.trainer.loop import train
 from headstart.trainer.prompts import make_prompts, read_prompts
 from headstart.trainer.traffic import make_traffic, traffic_inputs
@@ -62,13 +64,24 @@ def target_loader(recipe: Recipe) -> TargetLoader:
     return TargetLoader(recipe.target, recipe.head.taps)
 
 
-def run_eval(recipe: Recipe, run: RunFolder, checkpoint: str = "best", parts: Sequence[str] = ()) -> None:
+def run_eval(
+    recipe: Recipe,
+    run: RunFolder,
+    checkpoint: str = "best",
+    parts: Sequence[str] = (),
+    temperatures: Sequence[float] = (),
+) -> None:
     """Measure a checkpoint of a finished run again; `parts` of offline, live, lossless, prove, speed limit what is measured.
+
+    Args:
+        temperatures: at which acceptance is measured beside the recipe's own.
 
     Raises:
         GateFailed: the losslessness battery missed a seeded fault, or raised an alarm at a sound decoder.
     """
-    results = measure_head(recipe, run, target_loader(recipe), checkpoint, parts)
+    targets = target_loader(recipe)
+    others = [heldout_replies(recipe, run, targets, t) for t in temperatures if t != recipe.traffic.temperature]
+    results = measure_head(recipe, run, targets, checkpoint, parts, others)
     write_report(run.folder)
     if problems := (results["lossless"] or {}).get("battery_problems"):
         raise GateFailed("the losslessness battery is not to be trusted:\n  - " + "\n  - ".join(problems))
@@ -96,6 +109,17 @@ def run_traffic(recipe: Recipe, recipe_path: Path, run: RunFolder, targets: Targ
     run.link("traffic", traffic.folder)
     run.link("features", features.folder)
     return traffic, features
+
+
+def heldout_replies(recipe: Recipe, run: RunFolder, targets: TargetLoader, temperature: float) -> list[ReplyPath]:
+    """The target's replies to the held-out prompts at another temperature, answered where they are not there yet."""
+    prompts, seed = finished_stage(run.folder / "prompts"), recipe.run.seed
+    settings = at_temperature(recipe.traffic, temperature)
+    shared = stage_folder(run.root, "traffic", hash_json(heldout_inputs(targets, prompts, settings, seed)))
+    with locked(shared, wait_for="it is answering the same prompts"):
+        stage = make_heldout_traffic(targets, prompts, settings, run.root, seed)
+    run.link(f"traffic-t{temperature:g}", stage.folder)
+    return list(read_paths(stage.folder, "heldout"))
 
 
 def run_head(recipe: Recipe, run: RunFolder, targets: TargetLoader, traffic: Stage, features: Stage) -> None:
@@ -167,7 +191,12 @@ def eval_inputs(recipe: Recipe, run: RunFolder, targets: TargetLoader) -> dict[s
 
 
 def measure_head(
-    recipe: Recipe, run: RunFolder, targets: TargetLoader, checkpoint: str = "best", parts: Sequence[str] = ()
+    recipe: Recipe,
+    run: RunFolder,
+    targets: TargetLoader,
+    checkpoint: str = "best",
+    parts: Sequence[str] = (),
+    others: Sequence[Sequence[ReplyPath]] = (),
 ) -> dict[str, Any]:
     """The eval stage on the held-out replies, which nothing before has read."""
     return evaluate(
@@ -180,5 +209,6 @@ def measure_head(
         prompts_name="heldout",
         routes=sorted({prompt.route for prompt in read_prompts(run.folder / "prompts")}),
         max_new_tokens=recipe.traffic.max_new_tokens,
+        others=others,
         seed=recipe.run.seed,
     )

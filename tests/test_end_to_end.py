@@ -18,10 +18,12 @@ from typing import Any
 
 import pytest
 
+from headstart.eval.gate import read_evals
+from headstart.eval.summary import main_row
 from headstart.heads.store import holds, read_json
 from headstart.launch import cli
 from headstart.trainer.metrics import read_metrics
-from tests.schema_rules import acceptance_violations, read_strict, run_violations
+from tests.schema_rules import acceptance_violations, read_strict, run_violations, stage_violations
 
 ROOT = Path(__file__).resolve().parent.parent
 ACCELERATE = [str(Path(sys.executable).parent / "accelerate"), "launch"]
@@ -141,6 +143,13 @@ def test_a_finished_run_is_measured_exported_and_reported_again(
     )
     rows = read_json(run / "eval" / "acceptance.json")["rows"]
     assert {row["draft_length"] for row in rows if row["source"] == "offline"} >= {1, 2}
+    before = main_row(read_evals(run / "eval")["acceptance"], "eagle3")
+    assert cli.run(["eval", "smoke", "--checkpoint", "last", "--draft-length", "1,2", "--temperature", "0,0.8"]) == 0
+    acceptance = read_evals(run / "eval")["acceptance"]
+    assert main_row(acceptance, "eagle3") == before
+    assert {row["temperature"] for row in acceptance["other_rows"]} == {0.8}
+    assert "by temperature, draft length 2" in capsys.readouterr().out
+    assert stage_violations(run / "traffic-t0.8") == []
     last = run / "checkpoints" / (run / "checkpoints" / "last").read_text().strip()
     out = run.parent.parent / "elsewhere"
     assert cli.run(["export", str(last), "--engine", "llamacpp", "--out", str(out), "--untested"]) == 0

@@ -6,7 +6,7 @@ other taps, asked for when the traffic is already there, are read back teacher-f
 """
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass
 from itertools import groupby, pairwise
@@ -26,7 +26,8 @@ from headstart.trainer.features import (
     needs_features,
     write_shard,
 )
-from headstart.trainer.generation import Generator, Reply, Request
+from headstart.trainer.generation import Generator as ReplyGenerator
+from headstart.trainer.generation import Reply, Request
 from headstart.trainer.progress import Progress
 from headstart.trainer.prompts import read_prompts
 from headstart.trainer.settings import TrafficSettings
@@ -85,6 +86,28 @@ def make_traffic(
     missing = [chunk for chunk in todo if needs_features(features, chunk)]
     check_disk(features, missing, requests, settings.max_new_tokens, load_target)
     progress = Progress("traffic", sum(len(chunk.prompts) for chunk in todo))
+    with closing(answer_chunks(load_target, traffic, todo, requests, settings, seed, progress)) as answers:
+        for chunk, dtype, (replies, states) in answers:
+            if states:
+                write_shard(features, chunk, states, load_target.taps)
+            if replies:
+                write_part(traffic, chunk, requests, replies, settings, dtype)
+    progress.finish()
+    finish(features)
+    finish(traffic)
+    return traffic, features
+
+
+def answer_chunks(
+    load_target: TargetLoader,
+    traffic: Stage,
+    todo: list[Chunk],
+    requests: dict[str, Request],
+    settings: TrafficSettings,
+    seed: int,
+    progress: Progress,
+) -> Generator[tuple[Chunk, str, Answers], None, None]:
+    """Every chunk in order with the precision it was answered in, and its replies and states; close it to stop early."""
     longest = max(len(request.token_ids) for request in requests.values())
     for dtype, group in groupby(
         todo, lambda chunk: load_target.dtype if chunk.split == "train" else settings.eval_dtype
@@ -96,15 +119,8 @@ def make_traffic(
 
         jobs = in_order(own, make_worker, num_workers(target, len(own)), progress.stop)
         with closing(jobs) as answers:
-            for chunk, (replies, states) in zip(own, answers, strict=True):
-                if states:
-                    write_shard(features, chunk, states, target.taps)
-                if replies:
-                    write_part(traffic, chunk, requests, replies, settings, dtype)
-    progress.finish()
-    finish(features)
-    finish(traffic)
-    return traffic, features
+            for chunk, answer in zip(own, answers, strict=True):
+                yield chunk, dtype, answer
 
 
 class Answerer:
@@ -122,7 +138,7 @@ class Answerer:
     ) -> None:
         """`longest` prompt of the whole stage, so that chunks do not depend on which of them are left to do."""
         self.target, self.traffic, self.requests, self.progress = target, traffic, requests, progress
-        self._make = lambda: Generator(
+        self._make = lambda: ReplyGenerator(
             target,
             sampling_of(settings),
             settings.max_new_tokens,
@@ -130,7 +146,7 @@ class Answerer:
             longest + settings.max_new_tokens,
             seed,
         )
-        self._generator: Generator | None = None
+        self._generator: ReplyGenerator | None = None
 
     def __call__(self, chunk: Chunk) -> Answers:
         """Replies (none where they are recorded) and states of every prompt of a chunk."""
@@ -149,9 +165,16 @@ def sampling_of(settings: TrafficSettings) -> Sampling:
     return Sampling(settings.temperature, settings.top_k, settings.top_p)
 
 
-def traffic_inputs(load_target: TargetLoader, prompts: Stage, settings: TrafficSettings, seed: int) -> dict[str, Any]:
-    """Everything that changes a reply; the seed does only where tokens are drawn."""
-    values = {**asdict(settings), "dtype": load_target.dtype, "seed": seed if settings.temperature > 0 else None}
+def traffic_inputs(
+    load_target: TargetLoader,
+    prompts: Stage,
+    settings: TrafficSettings,
+    seed: int,
+    splits: Sequence[str] = SPLITS,
+) -> dict[str, Any]:
+    """Everything that changes a reply; the seed does only where tokens are drawn, the target's dtype for training."""
+    own = {"dtype": load_target.dtype} if "train" in splits else {"splits": list(splits)}
+    values = {**asdict(settings), **own, "seed": seed if settings.temperature > 0 else None}
     return stage_inputs(STAGE_VERSION, values, {"prompts": prompts.key}, load_target.facts.fingerprint)
 
 

@@ -1,0 +1,56 @@
+"""Held-out prompts answered at another temperature than the recipe's: what acceptance there is measured on.
+
+A stage of its own beside the recipe's traffic, made by the same code: keyed by its setting, continued where it was
+interrupted, shared by all runs of the same prompts and target.
+"""
+
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path as FilePath
+from typing import Any
+
+from headstart.heads.store import Stage, open_stage, remove_leftovers
+from headstart.heads.target import TargetLoader
+from headstart.trainer.features import finish, has
+from headstart.trainer.progress import Progress
+from headstart.trainer.prompts import read_prompts
+from headstart.trainer.settings import TrafficSettings
+from headstart.trainer.traffic import answer_chunks, plan_chunks, render, traffic_inputs, write_part
+
+SPLIT = "heldout"
+
+
+def at_temperature(settings: TrafficSettings, temperature: float) -> TrafficSettings:
+    """The recipe's settings at another temperature, in float32; greedy replies take no filter."""
+    filters: dict[str, Any] = {} if temperature > 0 else {"top_k": 0, "top_p": 1.0}
+    return replace(settings, temperature=temperature, eval_dtype="float32", **filters)
+
+
+def heldout_inputs(load_target: TargetLoader, prompts: Stage, settings: TrafficSettings, seed: int) -> dict[str, Any]:
+    """Everything that changes a held-out reply."""
+    return traffic_inputs(load_target, prompts, settings, seed, splits=(SPLIT,))
+
+
+def make_heldout_traffic(
+    load_target: TargetLoader, prompts: Stage, settings: TrafficSettings, root: FilePath, seed: int = 0
+) -> Stage:
+    """Answer the held-out prompts of a prompts stage; reuse and continue what is there. No features are kept.
+
+    Raises:
+        WrongInput: prompts that are too long, before anything runs.
+    """
+    stage = open_stage(root, "traffic", heldout_inputs(load_target, prompts, settings, seed), seed)
+    stage.forget_damaged()
+    if stage.complete:
+        return stage
+    remove_leftovers(stage.folder)
+    own = [prompt for prompt in read_prompts(prompts.folder) if prompt.split == SPLIT]
+    requests = render(load_target, own, settings)
+    todo = [chunk for chunk in plan_chunks(own, settings, ()) if not has(stage, chunk.part)]
+    progress = Progress(f"traffic at temperature {settings.temperature:g}", sum(len(chunk.prompts) for chunk in todo))
+    with closing(answer_chunks(load_target, stage, todo, requests, settings, seed, progress)) as answers:
+        for chunk, dtype, (replies, _) in answers:
+            write_part(stage, chunk, requests, replies, settings, dtype)
+    progress.finish()
+    finish(stage)
+    return stage
