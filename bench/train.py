@@ -1,12 +1,12 @@
 """Real tokens/s of the training step from cached features, in the setting that public trainers were measured in.
 
-    python bench/train.py [--steps 40] [--threads 0] [--dtype bfloat16 float32] [--traffic runs/NAME/traffic]
+    python bench/train.py [--kind eagle3] [--steps 40] [--threads 0] [--dtype bfloat16 float32] [--traffic runs/NAME/traffic]
 
-EAGLE-3, depth 3, 8,192 draft tokens, a target of SmolLM2-135M's shape (hidden 576, 30 layers, vocabulary 49,152), packed
-steps of 1,024 tokens. A timed step is everything a step costs: assembling the batch, forward, backward, clipping, AdamW.
-"Real" tokens are slots of paths, prompts included, without filler. Features and tokens are random, which costs what real
-ones cost; lengths are drawn like those of recorded chat traffic (prompts of about 67 tokens, replies of about 123 cut at
-192), or taken from a traffic folder.
+EAGLE-3 or another kind of head, depth 3, 8,192 draft tokens, a target of SmolLM2-135M's shape (hidden 576, 30 layers,
+vocabulary 49,152), packed steps of 1,024 tokens. A timed step is everything a step costs: assembling the batch, forward,
+backward, clipping, AdamW. "Real" tokens are slots of paths, prompts included, without filler. Features and tokens are
+random, which costs what real ones cost; lengths are drawn like those of recorded chat traffic (prompts of about 67 tokens,
+replies of about 123 cut at 192), or taken from a traffic folder.
 """
 
 import argparse
@@ -14,6 +14,7 @@ import time
 from pathlib import Path as FilePath
 from typing import Any
 
+from headstart.heads.settings import HEADS
 from headstart.launch.threads import apply_threads, choose_threads
 
 HIDDEN, VOCAB, DRAFT_VOCAB, NUM_LAYERS = 576, 49_152, 8_192, 30
@@ -21,6 +22,7 @@ HIDDEN, VOCAB, DRAFT_VOCAB, NUM_LAYERS = 576, 49_152, 8_192, 30
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--kind", default="eagle3", choices=list(HEADS), help="kind of head")
     parser.add_argument("--steps", type=int, default=40, help="timed steps")
     parser.add_argument("--warmup", type=int, default=8, help="steps before the clock starts")
     parser.add_argument("--threads", type=int, default=0, help="0: the cores this process may use")
@@ -34,7 +36,7 @@ def main() -> None:
     lengths = recorded_lengths(arguments.traffic) if arguments.traffic else drawn_lengths(200)
     print(f"{'products':<10}{'tokens/s':>10}{'pairs/s':>10}{'ms/step':>10}{'tokens/step':>13}{'filler':>8}")
     for dtype in arguments.dtype:
-        print(measure(dtype, lengths, arguments.warmup, arguments.steps, arguments.loss), flush=True)
+        print(measure(dtype, lengths, arguments.warmup, arguments.steps, arguments.loss, arguments.kind), flush=True)
 
 
 def drawn_lengths(num: int) -> list[tuple[int, int]]:
@@ -53,13 +55,13 @@ def recorded_lengths(folder: FilePath) -> list[tuple[int, int]]:
     return [(path.num_prompt_tokens, path.num_reply_tokens) for path in read_paths(folder, "train")][:400]
 
 
-def measure(dtype: str, lengths: list[tuple[int, int]], warmup: int, steps: int, loss: str) -> str:
+def measure(dtype: str, lengths: list[tuple[int, int]], warmup: int, steps: int, loss: str, kind: str) -> str:
     """One line of the table."""
     from headstart.trainer.loop import optimizer_step
     from headstart.trainer.memory import keep_freed_memory
 
     keep_freed_memory()
-    job = make_job(dtype, lengths, warmup + steps, loss)
+    job = make_job(dtype, lengths, warmup + steps, loss, kind)
     for step in range(1, warmup + 1):
         optimizer_step(job, step)
     tokens, pairs = 0, 0.0
@@ -75,13 +77,12 @@ def measure(dtype: str, lengths: list[tuple[int, int]], warmup: int, steps: int,
     )
 
 
-def make_job(dtype: Any, lengths: list[tuple[int, int]], num_steps: int, loss: Any) -> Any:
+def make_job(dtype: Any, lengths: list[tuple[int, int]], num_steps: int, loss: Any, kind: str) -> Any:
     """A head of the asked shape with everything its steps need, on random paths."""
     import torch
 
-    from headstart.heads.eagle3 import Eagle3
+    from headstart.heads.checkpoint import build_head
     from headstart.heads.facts import TargetFacts
-    from headstart.heads.settings import Eagle3Settings
     from headstart.trainer.data import TrainingRows
     from headstart.trainer.loop import Job
     from headstart.trainer.settings import LossSettings, TrainSettings
@@ -95,7 +96,8 @@ def make_job(dtype: Any, lengths: list[tuple[int, int]], num_steps: int, loss: A
     )  # fmt: skip
     settings = TrainSettings(num_steps=num_steps, batch_tokens=1024, depth=3, dtype=dtype, loss=LossSettings(kind=loss))
     target = RandomTarget(facts)
-    head = Eagle3(Eagle3Settings(draft_vocab_size=DRAFT_VOCAB), facts, torch.arange(DRAFT_VOCAB))
+    sized = {"num_heads": 3} if HEADS[kind]().max_depth is not None else {}
+    head = build_head(HEADS[kind](**sized), facts, torch.arange(DRAFT_VOCAB))
     head.load_target(target, initialise=False)
     paths, features = random_paths(lengths)
     rows = TrainingRows(paths, features, settings.batch_tokens, seed=0)

@@ -98,7 +98,7 @@ def acceptance_probabilities(
     for begin in range(0, len(pair_P2), PROJECTION_CHUNK):
         chunk = slice(begin, begin + PROJECTION_CHUNK)
         s_C, j_C = pair_P2[chunk].unbind(1)
-        logits_CV = head.logits(rollout.state_SDH[s_C, j_C]).float()
+        logits_CV = head.logits(rollout.state_SDH[s_C, j_C], j_C).float()
         index_C = torch.searchsorted(head.draft_ids_V, label_P[chunk]).clamp_max(len(head.draft_ids_V) - 1)
         known_C = head.draft_ids_V[index_C] == label_P[chunk]
         for i, temperature in enumerate(temperatures):

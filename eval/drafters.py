@@ -111,7 +111,7 @@ class HeadDrafter:
     ) -> "HeadSession":
         next_tokens = [prompt[1:] + [first] for prompt, first in zip(prompts, first_tokens, strict=True)]
         tokens_BT = padded(next_tokens, self.head.device)
-        features_BTF = states.taps[:, : tokens_BT.shape[1]]
+        features_BTF = self.head.features(states.taps, states.final)[:, : tokens_BT.shape[1]]
         lengths_B = torch.tensor([len(prompt) for prompt in prompts], device=self.head.device)
         return HeadSession(self.head, self.head.start(features_BTF, tokens_BT, lengths_B, max_length), self.stop_below)
 
@@ -133,10 +133,11 @@ class HeadSession:
         return Proposal(tokens_BK, stop.length_B, law_BKV)
 
     def accept(self, states: States, blocks: list[list[int]]) -> None:
-        num_slots = states.taps.shape[1]
+        features_BTF = self.head.features(states.taps, states.final)
+        num_slots = features_BTF.shape[1]
         tokens_BT = torch.tensor([block + [0] * (num_slots - len(block)) for block in blocks], device=self.head.device)
         num_accepted_B = torch.tensor([len(block) - 1 for block in blocks], device=self.head.device)
-        self.head.accept(self.state, states.taps, tokens_BT, num_accepted_B)
+        self.head.accept(self.state, features_BTF, tokens_BT, num_accepted_B)
 
     def select(self, rows: list[int]) -> None:
         self.state = self.state.select(torch.tensor(rows, device=self.head.device))

@@ -175,7 +175,7 @@ def first_unequal_step(reply: ReplyAcceptance, live: Reply) -> tuple[int, int] |
 def is_draft_tie(head: Head, batch: Batch, start: int, depth: int) -> bool:
     """Whether the head's draft at (start, depth) of a one-path batch hangs on logits that are equal but for rounding."""
     rollout = head.rollout(batch, depth + 1)
-    logits_V = head.logits(rollout.state_SDH[start, depth]).double()
+    logits_V = head.logits(rollout.state_SDH[start, depth], depth).double()
     label = int(batch.next_token_T[int(rollout.start_S[start]) + 1 + depth])
     best = logits_V.topk(2)
     if int(head.draft_ids_V[best.indices[0]]) == label:

@@ -15,20 +15,28 @@ from headstart.heads.contract import Head
 from headstart.heads.eagle3 import Eagle3
 from headstart.heads.errors import WrongInput
 from headstart.heads.facts import TargetFacts
-from headstart.heads.settings import Eagle3Settings
+from headstart.heads.hydra import Hydra
+from headstart.heads.medusa import Medusa
+from headstart.heads.mlp import MLP
+from headstart.heads.settings import HEADS, HeadSettings
 from headstart.heads.store import atomic_path, hash_file, hash_json, read_json, write_json
 from headstart.heads.vocabulary import hash_ids
 
 HEAD_SCHEMA = "headstart.head/1"
 WEIGHTS, DESCRIPTION = "head.safetensors", "head.json"
 
-KINDS: dict[str, tuple[type[Head], type]] = {"eagle3": (Eagle3, Eagle3Settings)}
+# Every kind of head there is; `settings.HEADS` has their settings under the same names.
+KINDS: dict[str, type[Head]] = {
+    "eagle3": Eagle3,
+    "medusa": Medusa,
+    "hydra": Hydra,
+    "mlp": MLP,
+}
 
 
-def build_head(settings: Any, facts: TargetFacts, draft_ids_V: torch.Tensor) -> Head:
+def build_head(settings: HeadSettings, facts: TargetFacts, draft_ids_V: torch.Tensor) -> Head:
     """A new head of `settings.kind` with random weights."""
-    head_class, _ = KINDS[settings.kind]
-    return head_class(settings, facts, draft_ids_V)
+    return KINDS[settings.kind](settings, facts, draft_ids_V)
 
 
 def save_head(folder: Path, head: Head, step: int, extra: dict[str, Any] | None = None) -> None:
@@ -76,7 +84,7 @@ def load_head(folder: Path, target: Any, check_fingerprint: bool = True) -> Head
     draft_ids_V = tensors.pop("draft_ids", torch.empty(0, dtype=torch.int64))
     if hash_ids(draft_ids_V.numpy()) != description["draft_ids_sha256"]:
         raise WrongInput(f"{folder}: the vocabulary map in {WEIGHTS} is not the one {DESCRIPTION} names.")
-    head = build_head(KINDS[description["kind"]][1](**description["settings"]), facts, draft_ids_V)
+    head = build_head(HEADS[description["kind"]](**description["settings"]), facts, draft_ids_V)
     expected = head.trained_tensors()
     missing, left_over = sorted(expected.keys() - tensors.keys()), sorted(tensors.keys() - expected.keys())
     misshapen = sorted(k for k in expected.keys() & tensors.keys() if expected[k].shape != tensors[k].shape)

@@ -9,15 +9,16 @@ A test holds the two equal for every head, so that what trains well also serves 
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal, Self
 
 import torch
 from torch import Tensor, nn
 
 from headstart.heads.batch import Batch
 from headstart.heads.facts import TargetFacts
+from headstart.heads.layers import Projection
 
 # Chooses the next draft token of every row from draft logits [B, Vd]: draft-vocabulary indices [B], or None to end here.
 Sampler = Callable[[Tensor], Tensor | None]
@@ -49,9 +50,10 @@ class Head(nn.Module, ABC):
     """What is trained: a draft of any kind for one frozen target."""
 
     kind: ClassVar[str]
+    reads: ClassVar[Literal["taps", "final"]]  # what of the target's states is this kind's feature
     settings: Any  # the dataclass of this kind in heads/settings.py
     facts: TargetFacts
-    taps: list[int]  # residual streams read from the target, ascending
+    taps: list[int]  # residual streams read from the target, ascending; none where `final` is read
     draft_ids_V: Tensor  # int64 [Vd], ascending target ids of the draft vocabulary
 
     @abstractmethod
@@ -59,18 +61,14 @@ class Head(nn.Module, ABC):
         """Teacher-forced states for all starts t and depths j < depth, own states recycled as in serving."""
 
     @abstractmethod
-    def logits(self, state: Tensor) -> Tensor:
-        """Project states [.., H] to draft-vocabulary logits [.., Vd]."""
-
-    @abstractmethod
-    def output_weight(self) -> Tensor:
-        """The [Vd, H] matrix behind `logits`, for losses that fuse the projection."""
+    def outputs(self) -> Sequence[Projection]:
+        """The output layer of each depth, or the one that all depths share: states [.., H] to logits [.., Vd]."""
 
     @abstractmethod
     def start(self, features_BTF: Tensor, next_tokens_BT: Tensor, lengths_B: Tensor, max_length: int) -> Any:
         """Read the prompt: features of x_0..x_t and tokens x_1..x_{t+1}, right-padded; rows are `lengths_B` long.
 
-        Features are what this kind reads from the target (the taps, or `final`). Returns the draft state, with room for
+        Features are what this kind reads from the target (`features`). Returns the draft state, with room for
         `max_length` slots a row; its `select(rows)` gives the state of some rows only, in that order.
         """
 
@@ -94,8 +92,33 @@ class Head(nn.Module, ABC):
     def load_target(self, target: Any, initialise: bool) -> None:
         """Attach the target's frozen tensors (embedding) and, for a new head, initialise weights from the target's."""
 
-    def pack(self) -> "Head":
-        """Make ready to draft: weights may be laid out for products of few rows, and must not change afterwards."""
+    def features(self, taps: Tensor, final: Tensor) -> Tensor:
+        """Of the target's states, those that this kind reads."""
+        return taps if self.reads == "taps" else final
+
+    def logits(self, state: Tensor, depth: int | Tensor | None = None) -> Tensor:
+        """Project states [.., H] to draft-vocabulary logits [.., Vd].
+
+        Args:
+            depth: of all states, or one of each [..]; only kinds with an output layer for each depth have to know.
+        """
+        outputs = self.outputs()
+        if len(outputs) == 1:
+            return outputs[0](state)
+        if isinstance(depth, int):
+            return outputs[depth](state)
+        if depth is None:
+            raise ValueError(f"{self.kind} has {len(outputs)} output layers: depth needed")
+        logits = state.new_empty(*state.shape[:-1], len(self.draft_ids_V))
+        for j in depth.unique().tolist():
+            logits[depth == j] = outputs[j](state[depth == j])
+        return logits
+
+    def pack(self) -> Self:
+        """Make ready to draft: weights are laid out for products of few rows, and must not change afterwards."""
+        for module in self.modules():
+            if isinstance(module, Projection):
+                module.pack()
         return self
 
     def origins(self) -> dict[str, str]:

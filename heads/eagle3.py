@@ -9,6 +9,7 @@ Li et al., arXiv 2503.01840; the norm flags are those of EAGLE 3.1, arXiv 2605.0
     recycled    h of the next depth = y (or norm(y) with `norm_output`)
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -92,6 +93,7 @@ class Eagle3(Head):
     """The head. Parameter names are the names engines load (`heads/export.py` writes them as they are)."""
 
     kind = "eagle3"
+    reads = "taps"
 
     def __init__(self, settings: Eagle3Settings, facts: TargetFacts, draft_ids_V: Tensor) -> None:
         super().__init__()
@@ -168,11 +170,8 @@ class Eagle3(Head):
     def embed(self, tokens: Tensor) -> Tensor:
         return functional.embedding(tokens, self.embedding_VH).to(self.fc.weight.dtype)
 
-    def logits(self, state: Tensor) -> Tensor:
-        return self.lm_head(state)
-
-    def output_weight(self) -> Tensor:
-        return self.lm_head.weight
+    def outputs(self) -> Sequence[Projection]:
+        return [self.lm_head]
 
     # Training and offline acceptance: all starts at once
 
@@ -251,12 +250,6 @@ class Eagle3(Head):
             if self.settings.norm_output:
                 hidden_BH = normed_BH
         return Draft(torch.cat(tokens, dim=1), torch.cat(logits, dim=1))
-
-    def pack(self) -> "Eagle3":
-        for module in self.modules():
-            if isinstance(module, Projection):
-                module.pack()
-        return self
 
     def _read_fresh(self, state: DraftState) -> None:
         """Write the waiting slots (target features) to the caches and compute the state of each row's last one."""

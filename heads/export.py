@@ -21,10 +21,12 @@ from headstart.heads.eagle3 import Eagle3
 from headstart.heads.errors import WrongInput
 from headstart.heads.facts import TargetFacts
 from headstart.heads.served import DTYPES, ServedEagle3, read_eagle3
-from headstart.heads.settings import Eagle3Settings
+from headstart.heads.settings import Eagle3Settings, HeadSettings
 from headstart.heads.store import read_json, write_json
 
 ENGINES = ("vllm", "sglang", "llamacpp")
+# Engines that each kind of head is written for.
+WRITERS: dict[str, tuple[str, ...]] = {"eagle3": ENGINES}
 # Where no method is named, vLLM guesses it from these substrings of a path. The card names it, so that a run may be called
 # eagle-2; the exported folder's own name, which is what people copy, must not mislead.
 METHOD_SUBSTRINGS = {"eagle-": "eagle1", "eagle3": "eagle3", "dflash": "dflash", "dspark": "dspark"}
@@ -60,7 +62,7 @@ def write_eagle3(
     return out
 
 
-def refuse_unservable(head: Eagle3, engine: str) -> None:
+def refuse_unservable(head: Head, engine: str) -> None:
     """Raise WrongInput with everything about the head that `engine` would ignore or misread."""
     if engine not in ENGINES:
         raise WrongInput(f"engine {engine!r}: found no writer, expected one of {', '.join(ENGINES)}.")
@@ -72,8 +74,12 @@ def refuse_unservable(head: Eagle3, engine: str) -> None:
         )
 
 
-def unservable(settings: Eagle3Settings, facts: TargetFacts, taps: list[int], engine: str) -> list[str]:
+def unservable(settings: HeadSettings, facts: TargetFacts, taps: list[int], engine: str) -> list[str]:
     """What `engine` would ignore or misread about a head of these settings; known before it is trained."""
+    if engine not in WRITERS.get(settings.kind, ()):
+        written = "; ".join(f"{kind} for {', '.join(engines)}" for kind, engines in WRITERS.items())
+        return [f"{settings.kind} heads are not written for it (written are {written}); set export.engines to []"]
+    assert isinstance(settings, Eagle3Settings)  # the only kind with a writer
     problems = []
     if facts.rope_parameters.get("partial_rotary_factor", 1.0) != 1.0:
         problems.append("rotary positions on a part of the head dimension are not supported")

@@ -24,22 +24,22 @@ class RMSNorm(nn.Module):
 
 
 class Projection(nn.Linear):
-    """A matrix product without bias that can be laid out once for drafting, where rows are few and weights stay.
+    """A matrix product that can be laid out once for drafting, where rows are few and weights stay.
 
     A draft step is a handful of products with one row each, and the library would rearrange every weight anew in each.
     """
 
-    def __init__(self, width: int, out: int) -> None:
-        super().__init__(width, out, bias=False)
+    def __init__(self, width: int, out: int, bias: bool = False) -> None:
+        super().__init__(width, out, bias=bias)
         self.packed: FrozenLinear | None = None
 
     def pack(self) -> None:
         """Lay the weight out; from now on it must not change. Training code never calls this."""
-        self.packed = FrozenLinear(self.weight)
+        self.packed = FrozenLinear(self.weight, self.bias)
 
     def forward(self, x: Tensor) -> Tensor:
         if self.packed is None:
-            return functional.linear(x, self.weight)
+            return functional.linear(x, self.weight, self.bias)
         return self.packed(x)
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 Conflicts = Iterator[tuple[str, str]]
 """What a settings class's `conflicts()` yields: a field's name (dotted for a nested one), and what is wrong with it.
@@ -56,6 +56,14 @@ class RecipePath:
         candidate = (base / path).resolve()
         only_a_path = text.startswith(("/", "./", "../", "~")) or path.suffix in (".jsonl", ".json", ".parquet")
         return str(candidate) if only_a_path or candidate.exists() else text
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A section whose dataclass is named by one of its keys; the first is the default."""
+
+    key: str
+    options: dict[str, Any]
 
 
 Count = Annotated[int, Bounds(low=0)]

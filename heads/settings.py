@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
-from headstart.heads.rules import Conflicts, Count, PathText
+from headstart.heads.rules import Conflicts, Count, PathText, Positive
 
 
 @dataclass(frozen=True)
@@ -21,15 +21,34 @@ class TargetSettings:
 
 
 @dataclass(frozen=True)
-class Eagle3Settings:
-    """EAGLE-3 head (arXiv 2503.01840) and the flags of EAGLE 3.1 (arXiv 2605.09992)."""
+class HeadSettings:
+    """What every head kind has; the kinds below add their own."""
 
-    kind: Literal["eagle3"] = "eagle3"
-    """Which head is trained."""
-    taps: list[Count] = field(default_factory=list)
-    """Residual streams read from the target, L = after L layers, ascending. Empty: [2, N // 2, N - 3], as served."""
+    kind: str = ""
+    """Which head is trained; `headstart ls heads` says what each is."""
     draft_vocab_size: Count = 8192
     """Tokens the head can draft; 0 means the target's whole vocabulary."""
+    init_from_target: bool = True
+    """Start from the target's weights wherever the head has a place for them."""
+
+    @property
+    def asked_taps(self) -> list[int]:
+        """Taps that features have to hold for this head; none means the default ones, which all kinds then share."""
+        return []
+
+    @property
+    def max_depth(self) -> int | None:
+        """Drafted tokens that the head has weights for; None where it recycles its own states without end."""
+        return None
+
+
+@dataclass(frozen=True)
+class Eagle3Settings(HeadSettings):
+    """EAGLE-3 head (arXiv 2503.01840) and the flags of EAGLE 3.1 (arXiv 2605.09992): one layer that recycles its state."""
+
+    kind: Literal["eagle3"] = "eagle3"
+    taps: list[Count] = field(default_factory=list)
+    """Residual streams read from the target, L = after L layers, ascending. Empty: [2, N // 2, N - 3], as served."""
     intermediate_size: Count = 0
     """Width of the head's MLP; 0 means the target's."""
     norm_before_residual: bool = False
@@ -38,9 +57,68 @@ class Eagle3Settings:
     """EAGLE 3.1: norm each tap before the fusing projection."""
     norm_output: bool = False
     """EAGLE 3.1: recycle the normed state between depths instead of the raw one."""
-    init_from_target: bool = True
-    """Start the head's layer and output rows from the target's last layer and output head."""
+
+    @property
+    def asked_taps(self) -> list[int]:
+        return self.taps
 
     def conflicts(self) -> Conflicts:
         if self.taps != sorted(set(self.taps)):
             yield "taps", f"found {self.taps}, expected ascending tap ids without repeats: {sorted(set(self.taps))}"
+
+
+@dataclass(frozen=True)
+class SlotSettings(HeadSettings):
+    """What kinds without attention share: weights of their own for each drafted token."""
+
+    num_heads: Positive = 4
+    """Drafted tokens: each has weights of its own, so train.depth has to be as large and no draft is longer."""
+    own_output: bool = False
+    """One output layer for each drafted token (true), or one for all (false), which is stored once."""
+
+    @property
+    def max_depth(self) -> int | None:
+        return self.num_heads
+
+
+@dataclass(frozen=True)
+class MedusaSettings(SlotSettings):
+    """Medusa heads (arXiv 2401.10774): residual blocks on the final state, which read no token."""
+
+    kind: Literal["medusa"] = "medusa"
+    num_layers: Positive = 1
+    """Residual blocks for each drafted token."""
+
+
+@dataclass(frozen=True)
+class HydraSettings(SlotSettings):
+    """Hydra heads (arXiv 2402.05109): Medusa's blocks, which also read the tokens drafted before."""
+
+    kind: Literal["hydra"] = "hydra"
+    num_layers: Positive = 1
+    """Residual blocks for each drafted token."""
+
+
+@dataclass(frozen=True)
+class MLPSettings(SlotSettings):
+    """MLP speculator (arXiv 2404.19124): a recurrent state that takes in one drafted token a step."""
+
+    kind: Literal["mlp"] = "mlp"
+    inner_size: Count = 0
+    """Width of the state and of the token table; 0 means the target's."""
+    tie_weights: bool = True
+    """One token table, norm and (from the second step on) projection for all steps."""
+    scale_input: bool = True
+    """Norm the target's final state before the first step."""
+
+    def conflicts(self) -> Conflicts:
+        if self.tie_weights and self.num_heads == 1:
+            yield "tie_weights", "found true with num_heads = 1: there is nothing to tie; set it to false"
+
+
+HEADS: dict[str, type[HeadSettings]] = {
+    "eagle3": Eagle3Settings,
+    "medusa": MedusaSettings,
+    "hydra": HydraSettings,
+    "mlp": MLPSettings,
+}

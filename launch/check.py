@@ -46,7 +46,7 @@ def check_recipe(recipe: Recipe, path: Path, overrides: list[str], render: bool 
     found += gate_problems(recipe)
     lengths: dict[str, int] = {}
     if target is not None:
-        taps = recipe.head.taps or target.taps
+        taps = recipe.head.asked_taps or target.taps
         attempt(found, "head.taps", lambda: check_taps(recipe.target.model, taps, target.facts.num_layers))
         target.taps = taps
         found += target_problems(recipe, target)

@@ -44,8 +44,8 @@ def export_head(
     if not untested:
         require_gate(run, folder, identity, eval_settings)
     head = load_head(folder, target).to("cpu").eval()
-    if not isinstance(head, Eagle3):
-        raise WrongInput(f"{folder}: found a head of kind {head.kind!r}; {engine} has a writer for eagle3 only.")
+    refuse_unservable(head, engine)
+    assert isinstance(head, Eagle3)  # the only kind with a writer
     out = out or run / "export" / engine
     evals = read_evals(run / "eval")
     # Figures of another checkpoint never reach the card.

@@ -12,6 +12,7 @@ from headstart.eval.summary import find_rows
 from headstart.eval.temperatures import split_settings
 from headstart.heads.errors import WrongInput
 from headstart.heads.intervals import interval_text
+from headstart.heads.settings import HEADS
 from headstart.heads.store import read_json, versions
 from headstart.launch.recipe import built_in_recipes, load_recipe
 from headstart.launch.run import run_folders
@@ -37,10 +38,8 @@ def recipes() -> Iterator[list[str]]:
 
 
 def heads() -> Iterator[list[str]]:
-    from headstart.heads.settings import Eagle3Settings
-
-    for cls in (Eagle3Settings,):
-        yield [cls().kind, (cls.__doc__ or "").strip().partition("\n")[0]]
+    for kind, cls in HEADS.items():
+        yield [kind, (cls.__doc__ or "").strip().partition("\n")[0]]
 
 
 def settings() -> Iterator[list[str]]:

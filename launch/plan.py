@@ -49,7 +49,7 @@ def derived(recipe: Recipe, checked: Checked) -> list[Row]:
         ("target", recipe.target.model, f"{facts.num_layers} layers, width {facts.hidden_size}, {target.folder}"),
         ("device", str(device), device_reason if recipe.target.device == "auto" else recipe_says),
         ("target.dtype", target_precision.name, target_precision.reason),
-        ("head.taps", str(target.taps), recipe_says if recipe.head.taps else "2, N // 2, N - 3: what engines read"),
+        ("taps", str(target.taps), recipe_says if recipe.head.asked_taps else "2, N // 2, N - 3: what engines read"),
         ("draft vocabulary", f"{vocabulary:,}", f"{vocabulary / facts.num_tokens:.0%} of {facts.num_tokens:,} tokens"),
         ("train.dtype", precision.name, precision.reason),
         (

@@ -7,12 +7,12 @@ import math
 import re
 import textwrap
 from collections.abc import Iterator
-from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
+from dataclasses import MISSING, Field, dataclass, fields, is_dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
-from headstart.heads.rules import Bounds, Pattern, RecipePath
+from headstart.heads.rules import Bounds, Choice, Pattern, RecipePath
 
 
 @dataclass(frozen=True)
@@ -53,10 +53,11 @@ ABSENT = object()
 
 @cache
 def field_docs(cls: type) -> dict[str, str]:
-    """The text under each field of a dataclass."""
+    """The text under each field of a dataclass, inherited ones included."""
+    inherited = [field_docs(base) for base in cls.__bases__ if is_dataclass(base)]
     body = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0]
     assert isinstance(body, ast.ClassDef)
-    docs = {}
+    docs = {name: doc for found in inherited for name, doc in found.items()}
     for statement, following in zip(body.body, body.body[1:], strict=False):
         is_doc = isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant)
         if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name) and is_doc:
@@ -72,11 +73,35 @@ def keys(cls: type, prefix: str = "") -> Iterator[Key]:
     """Every leaf setting under `cls`, in order of declaration."""
     hints = get_type_hints(cls, include_extras=True)
     for field in fields(cls):
-        if is_dataclass(hints[field.name]):
+        if choice := choice_of(hints[field.name]):
+            yield from choice_keys(choice, f"{prefix}{field.name}.")
+        elif is_dataclass(hints[field.name]):
             yield from keys(hints[field.name], f"{prefix}{field.name}.")
         else:
             doc = field_docs(cls).get(field.name, "")
             yield Key(prefix + field.name, expected(hints[field.name]), default_of(field), doc)
+
+
+def choice_of(hint: Any) -> Choice | None:
+    """The choice that a field's type is annotated with."""
+    rules = get_args(hint)[1:] if get_origin(hint) is Annotated else ()
+    return next((rule for rule in rules if isinstance(rule, Choice)), None)
+
+
+def choice_keys(choice: Choice, prefix: str) -> Iterator[Key]:
+    """The keys of all options: the one that chooses, then each once, with its owners' names where not all have it."""
+    owners: dict[tuple[str, str], list[str]] = {}
+    found: dict[tuple[str, str], Key] = {}
+    for name, option in choice.options.items():
+        for key in keys(option, prefix):
+            owners.setdefault((key.path, key.doc), []).append(name)
+            found.setdefault((key.path, key.doc), key)
+    for (path, doc), names in owners.items():
+        key = found[path, doc]
+        if path == prefix + choice.key:
+            yield replace(key, type=expected(Literal[tuple(choice.options)]))
+        else:
+            yield key if len(names) == len(choice.options) else replace(key, doc=f"({', '.join(names)}) {doc}")
 
 
 def expected(hint: Any) -> str:
@@ -118,18 +143,25 @@ class Builder:
         self.all_keys = [key.path for key in keys(root)]
         self.problems: list[Problem] = []
 
-    def section(self, cls: type, found: Found | None, path: str = "") -> Any:
-        """An instance of `cls`; fields with a problem get their defaults, so that the rest can still be checked."""
+    def section(
+        self, cls: type, found: Found | None, path: str = "", owners: dict[str, list[str]] | None = None
+    ) -> Any:
+        """An instance of `cls`; fields with a problem get their defaults, so that the rest can still be checked.
+
+        `owners` names the options that have a key, where `cls` is one of several.
+        """
         before = len(self.problems)
         given = self._mapping(found, path)
         hints = get_type_hints(cls, include_extras=True)
         prefix = f"{path}." if path else ""
         for name, item in given.items():
             if name not in hints:
-                self._unknown(name, item, prefix, list(hints))
+                self._unknown(name, item, prefix, list(hints), (owners or {}).get(name, []))
         values = {}
         for name, hint in hints.items():
-            if isinstance(hint, type) and is_dataclass(hint):
+            if choice := choice_of(hint):
+                values[name] = self._chosen(choice, given.get(name), prefix + name)
+            elif isinstance(hint, type) and is_dataclass(hint):
                 values[name] = self.section(hint, given.get(name), prefix + name)
             elif name in given:
                 value = self._value(hint, given[name], prefix + name)
@@ -140,6 +172,20 @@ class Builder:
             for name, message in settings.conflicts():
                 self._report(self._place(given, name, found), prefix + name, message)
         return settings
+
+    def _chosen(self, choice: Choice, found: Found | None, path: str) -> Any:
+        """The section as the option that its own key names; nothing of it is checked where that is none."""
+        given = found.value if found is not None and isinstance(found.value, dict) else {}
+        named, name = given.get(choice.key), next(iter(choice.options))
+        if named is not None:
+            name = self._value(Literal[tuple(choice.options)], named, f"{path}.{choice.key}")
+            if name is ABSENT:
+                return next(iter(choice.options.values()))()
+        owners: dict[str, list[str]] = {}
+        for other, option in choice.options.items():
+            for field in fields(option):
+                owners.setdefault(field.name, []).append(other)
+        return self.section(choice.options[name], found, path, owners)
 
     def _mapping(self, found: Found | None, path: str) -> dict[str, Found]:
         if found is None or found.value is None:
@@ -159,12 +205,13 @@ class Builder:
             given = found.value
         return found.where if found else section.where if section else "defaults"
 
-    def _unknown(self, name: str, item: Found, prefix: str, siblings: list[str]) -> None:
+    def _unknown(self, name: str, item: Found, prefix: str, siblings: list[str], owners: list[str]) -> None:
         # A key may be misspelt, or right but in the wrong section: siblings first, then every key there is.
         near = nearest(name, [prefix + sibling for sibling in siblings])
-        near = near or nearest(name, self.all_keys)
+        near = near or (None if owners else nearest(name, self.all_keys))
         hint = f"did you mean {near}?" if near else f"expected one of {', '.join(siblings)}"
-        self._report(item.where, prefix + name, f"unknown key; {hint}")
+        wrong = f"a key of {', '.join(owners)} only" if owners else "unknown key"
+        self._report(item.where, prefix + name, f"{wrong}; {hint}")
 
     def _value(self, hint: Any, found: Found, path: str) -> Any:
         """The checked value, or ABSENT after reporting a problem."""

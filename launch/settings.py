@@ -4,8 +4,8 @@ from dataclasses import dataclass, field
 from typing import Annotated
 
 from headstart.eval.settings import EvalSettings, ExportSettings
-from headstart.heads.rules import Bounds, Conflicts, Pattern
-from headstart.heads.settings import Eagle3Settings, TargetSettings
+from headstart.heads.rules import Bounds, Choice, Conflicts, Pattern
+from headstart.heads.settings import HEADS, Eagle3Settings, HeadSettings, TargetSettings
 from headstart.trainer.settings import (
     FeatureSettings,
     PromptSettings,
@@ -38,7 +38,7 @@ class Recipe:
     prompts: PromptSettings = field(default_factory=PromptSettings)
     traffic: TrafficSettings = field(default_factory=TrafficSettings)
     features: FeatureSettings = field(default_factory=FeatureSettings)
-    head: Eagle3Settings = field(default_factory=Eagle3Settings)
+    head: Annotated[HeadSettings, Choice("kind", HEADS)] = field(default_factory=Eagle3Settings)
     train: TrainSettings = field(default_factory=TrainSettings)
     eval: EvalSettings = field(default_factory=EvalSettings)
     export: ExportSettings = field(default_factory=ExportSettings)
@@ -51,3 +51,10 @@ class Recipe:
             yield "train.depth", f"found {self.train.depth}; {reply}"
         if max(self.eval.draft_lengths) >= longest:
             yield "eval.draft_lengths", f"found {self.eval.draft_lengths}; {reply}"
+        if (most := self.head.max_depth) is not None:
+            heads = f"head.num_heads = {most}, since {self.head.kind} has weights of its own for each drafted token"
+            if self.train.depth != most:
+                yield "train.depth", f"found {self.train.depth}, expected {heads}"
+            for name in ("draft_lengths", "speed_draft_lengths"):
+                if max(found := getattr(self.eval, name)) > most:
+                    yield f"eval.{name}", f"found {found}, expected at most {heads}"

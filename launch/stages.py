@@ -57,11 +57,13 @@ def run_train(recipe: Recipe, recipe_path: Path, run: RunFolder) -> None:
     write_report(run.folder)
     for engine in recipe.export.engines:
         export_head(run.folder, engine, targets(), recipe.eval, recipe.export)
+    if not recipe.export.engines:
+        print("export.engines is empty: nothing was written for an engine")
     print(f"report: {run.folder / 'report.md'}")
 
 
 def target_loader(recipe: Recipe) -> TargetLoader:
-    return TargetLoader(recipe.target, recipe.head.taps)
+    return TargetLoader(recipe.target, recipe.head.asked_taps)
 
 
 def run_eval(

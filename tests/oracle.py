@@ -1,6 +1,6 @@
-"""A slow, obvious EAGLE-3: one start and one depth at a time, no cache, no batching, every attention from scratch.
+"""Slow, obvious heads: one start and one depth at a time, no cache, no batching, everything from scratch.
 
-Written from the definition in `docs/design.md`, sharing no code with `heads/eagle3.py` but the parameters.
+Written from the definitions in `docs/design.md` and in the papers, sharing no code with `heads/` but the parameters.
 """
 
 import math
@@ -22,8 +22,13 @@ def rotate(x: Tensor, position: int, theta: float) -> Tensor:
     return torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
 
 
-def oracle_logits(head, taps_SF: Tensor, next_tokens_S: Tensor, t: int, depth: int) -> Tensor:
+def oracle_logits(head, taps_SF: Tensor, final_SH: Tensor, next_tokens_S: Tensor, t: int, depth: int) -> Tensor:
     """Draft logits [depth, Vd] of the block that starts at slot t of one path."""
+    feature_SF = taps_SF if head.reads == "taps" else final_SH
+    return ORACLES[head.kind](head, feature_SF, next_tokens_S, t, depth)
+
+
+def eagle3_logits(head, taps_SF: Tensor, next_tokens_S: Tensor, t: int, depth: int) -> Tensor:
     w = {k: v.detach() for k, v in head.state_dict().items()}
     facts, settings = head.facts, head.settings
     eps, width, dim = facts.rms_norm_eps, facts.hidden_size, facts.head_dim
@@ -68,3 +73,56 @@ def oracle_logits(head, taps_SF: Tensor, next_tokens_S: Tensor, t: int, depth: i
         logits.append(w["lm_head.weight"] @ normed)
         hidden = normed if settings.norm_output else y
     return torch.stack(logits)
+
+
+def linear(w: dict[str, Tensor], name: str, x: Tensor) -> Tensor:
+    return w[f"{name}.weight"] @ x + w.get(f"{name}.bias", 0)
+
+
+def silu(x: Tensor) -> Tensor:
+    return x * torch.sigmoid(x)
+
+
+def project(head, w: dict[str, Tensor], j: int, state_H: Tensor) -> Tensor:
+    return w[f"lm_heads.{j if head.settings.own_output else 0}.weight"] @ state_H
+
+
+def medusa_logits(head, final_SH: Tensor, next_tokens_S: Tensor, t: int, depth: int) -> Tensor:
+    w, logits = head.state_dict(), []
+    for j in range(depth):
+        x = final_SH[t]
+        for layer in range(head.settings.num_layers):
+            x = x + silu(linear(w, f"blocks.{j}.layers.{layer}", x))
+        logits.append(project(head, w, j, x))
+    return torch.stack(logits)
+
+
+def hydra_logits(head, final_SH: Tensor, next_tokens_S: Tensor, t: int, depth: int) -> Tensor:
+    w, logits, eps = head.state_dict(), [], head.facts.rms_norm_eps
+    for j in range(depth):
+        known = [head.embedding_VH[next_tokens_S[t + i]] for i in range(j + 1)]  # x_{t+1} .. x_{t+1+j}
+        x = torch.cat([final_SH[t], *(rms(e, w["embed_norm.weight"], eps) for e in known)])
+        y = linear(w, f"readers.{j}.skip", x) + silu(linear(w, f"readers.{j}.linear", x))
+        for layer in range(head.settings.num_layers - 1):
+            y = y + silu(linear(w, f"readers.{j}.blocks.layers.{layer}", y))
+        logits.append(project(head, w, j, y))
+    return torch.stack(logits)
+
+
+def mlp_logits(head, final_SH: Tensor, next_tokens_S: Tensor, t: int, depth: int) -> Tensor:
+    w, logits, settings = head.state_dict(), [], head.settings
+    width = settings.inner_size or final_SH.shape[1]
+    state_weight = 2 ** (-1 / (2 * settings.num_heads))
+    token_weight = math.sqrt((1 - state_weight**2) * width / 2)
+    state = final_SH[t]
+    if settings.scale_input:
+        state = rms(state, torch.ones_like(state), 1e-6) / math.sqrt(2)
+    for j in range(depth):
+        mixed = w[f"proj.{j}.weight"] @ state + token_weight / state_weight * w[f"emb.{j}.weight"][next_tokens_S[t + j]]
+        normed = rms(mixed, w[f"ln.{j}.weight"], 1e-6) + w[f"ln.{j}.bias"]
+        state = normed * 0.5 * (1 + torch.erf(normed / math.sqrt(2)))
+        logits.append(project(head, w, j, state))
+    return torch.stack(logits)
+
+
+ORACLES = {"eagle3": eagle3_logits, "medusa": medusa_logits, "hydra": hydra_logits, "mlp": mlp_logits}

@@ -11,10 +11,11 @@ from headstart.eval.decode import decode
 from headstart.heads.batch import pack
 from headstart.heads.checkpoint import build_head
 from headstart.heads.paths import Path
-from headstart.heads.settings import Eagle3Settings
 from headstart.heads.target import Target
+from tests.kinds import make_settings, rollout_logits
 
 NO_STOP: list[int] = []
+MOST_DRAFTS = 8
 
 
 def make_prompts(target, lengths, seed=0):
@@ -35,17 +36,17 @@ def make_path(prompt, reply, name="p", sampling=None):
     )
 
 
-def untrained_head(target, seed=0):
+def untrained_head(target, seed=0, kind="eagle3"):
     torch.manual_seed(seed)
     ids = torch.arange(0, target.facts.num_tokens, 2)
-    head = build_head(Eagle3Settings(), target.facts, ids)
+    head = build_head(make_settings(kind, MOST_DRAFTS), target.facts, ids)
     head.load_target(target, initialise=True)
     return head.eval()
 
 
-def fitted_head(target, paths, steps=40):
+def fitted_head(target, paths, steps=40, kind="eagle3"):
     """A head fitted to some recorded paths in a second, so that drafts are accepted, but not always."""
-    head = untrained_head(target).train()
+    head = untrained_head(target, kind=kind).train()
     states = target.read([path.token_N for path in paths])
     batch = pack([(path, s.taps.clone(), s.final.clone()) for path, s in zip(paths, states, strict=True)])
     optimizer = torch.optim.Adam(head.parameters(), lr=3e-3)
@@ -55,7 +56,7 @@ def fitted_head(target, paths, steps=40):
         label_P = batch.next_token_T[rollout.start_S[s_P] + 1 + j_P]
         index_P = torch.searchsorted(head.draft_ids_V, label_P).clamp(max=len(head.draft_ids_V) - 1)
         known_P = head.draft_ids_V[index_P] == label_P
-        loss = torch.nn.functional.cross_entropy(head.logits(rollout.state_SDH[s_P, j_P])[known_P], index_P[known_P])
+        loss = torch.nn.functional.cross_entropy(rollout_logits(head, rollout)[s_P, j_P][known_P], index_P[known_P])
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()

@@ -10,14 +10,14 @@ from pathlib import Path as FilePath
 import numpy as np
 import torch
 
-from headstart.heads.eagle3 import Eagle3
+from headstart.heads.checkpoint import build_head
 from headstart.heads.facts import TargetFacts
 from headstart.heads.paths import Path
-from headstart.heads.settings import Eagle3Settings
 from headstart.heads.vocabulary import choose_draft_vocabulary
 from headstart.trainer.data import EvaluationRows, TrainingRows
 from headstart.trainer.loop import Job, train
 from headstart.trainer.settings import TrainSettings
+from tests.kinds import make_settings
 
 FACTS = TargetFacts(
     name="small", hidden_size=32, num_layers=6, num_heads=4, num_kv_heads=2, head_dim=8, intermediate_size=48,
@@ -85,10 +85,11 @@ def make_lengths(num, seed=0):
     return [(int(random.integers(1, 20)), int(random.integers(1, 40))) for _ in range(num)]
 
 
-def make_head(seed=0, **flags):
+def make_head(seed=0, kind="eagle3", whole_vocabulary=False, **flags):
     torch.manual_seed(seed)
-    draft_ids = torch.from_numpy(choose_draft_vocabulary(np.zeros(FACTS.vocab_size), 70, FACTS))
-    head = Eagle3(Eagle3Settings(**flags), FACTS, draft_ids)
+    size = 0 if whole_vocabulary else 70
+    draft_ids = torch.from_numpy(choose_draft_vocabulary(np.zeros(FACTS.vocab_size), size, FACTS))
+    head = build_head(make_settings(kind, SETTINGS.depth, **flags), FACTS, draft_ids)
     head.load_target(SmallTarget(), initialise=False)
     return head
 

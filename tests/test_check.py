@@ -71,6 +71,16 @@ def test_what_would_fail_after_hours_is_found_before(recipe: Path) -> None:
     assert "export.engines: llamacpp would not serve this head: 2 taps, exactly 3 are read" in text
 
 
+def test_a_kind_without_a_writer_is_trained_and_not_exported(recipe: Path) -> None:
+    medusa = ["head.kind=medusa", "train.depth=4"]
+    text = problems_of(recipe, *medusa)
+    assert text.startswith("1 problem in")
+    assert "export.engines: vllm would not serve this head: medusa heads are not written for it (written are" in text
+    assert "set export.engines to []" in text
+    overrides = [*medusa, "export.engines=[]"]
+    check_recipe(load_recipe(recipe, overrides), recipe, overrides)
+
+
 def test_prompts_longer_than_the_limit_or_the_context_are_found(recipe: Path) -> None:
     text = problems_of(recipe, "traffic.max_prompt_tokens=20")
     assert "traffic.max_prompt_tokens: found 20, but 7 prompts are longer" in text
@@ -120,7 +130,8 @@ def test_a_folder_that_holds_no_model_is_refused(recipe: Path) -> None:
 @pytest.mark.parametrize("name", sorted(built_in_recipes()))
 def test_every_built_in_recipe_fits_its_target(name: str) -> None:
     path = find_recipe(name)
-    check_recipe(load_recipe(path), path, [])
+    recipe, eagle = load_recipe(path), load_recipe(find_recipe("eagle"))
+    check_recipe(recipe, path, [], render=name == "eagle" or recipe.prompts != eagle.prompts)  # the same prompts once
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import pytest
 from safetensors import SafetensorError
 
 from headstart.heads.errors import WrongInput
+from headstart.heads.settings import HEADS
 from headstart.launch import cli
 from headstart.launch.processes import find_processes
 from headstart.launch.recipe import LAST_LINE, load_recipe
@@ -110,6 +111,8 @@ def test_listings_print_recipes_settings_and_runs(tmp_path: Path, capsys: pytest
     assert "smoke" in capsys.readouterr().out
     assert cli.run(["ls", "settings"]) == 0
     assert "train.num_steps" in capsys.readouterr().out
+    assert cli.run(["ls", "heads"]) == 0
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == list(HEADS)
     (tmp_path / "first").mkdir()
     (tmp_path / "first" / "recipe.yaml").write_text("train: {depth: 2}\n")
     assert cli.run(["ls", "runs", "--root", str(tmp_path)]) == 0

@@ -1,4 +1,6 @@
-"""The law behind every number: `rollout`, `draft` and a slow oracle are the same function."""
+"""The law behind every number: `rollout`, `draft` and a slow oracle are the same function, for every kind of head."""
+
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -6,7 +8,7 @@ import torch
 from transformers import Phi3Config, Phi3ForCausalLM
 
 from headstart.heads.batch import pack, supervised_pairs
-from headstart.heads.checkpoint import load_head, save_head
+from headstart.heads.checkpoint import KINDS, load_head, save_head
 from headstart.heads.eagle3 import Eagle3
 from headstart.heads.errors import WrongInput
 from headstart.heads.facts import TargetFacts, default_taps
@@ -14,6 +16,7 @@ from headstart.heads.paths import Path
 from headstart.heads.settings import Eagle3Settings
 from headstart.heads.target import Target
 from headstart.heads.vocabulary import choose_draft_vocabulary, coverage
+from tests.kinds import VARIANTS, random_head, rollout_logits
 from tests.oracle import oracle_logits
 
 DEPTH = 5
@@ -22,13 +25,6 @@ FACTS = TargetFacts(
     vocab_size=96, num_tokens=90, rms_norm_eps=1e-5, rope_parameters={"rope_type": "default", "rope_theta": 1e4},
     max_position=256, special_ids=[0, 1, 89], stop_ids=[89], fingerprint={"weights": "none"},
 )  # fmt: skip
-FLAGS = [
-    {},
-    {"norm_before_residual": True},
-    {"norm_output": True},
-    {"fc_norm": True, "norm_output": True},
-    {"taps": [0, 6], "intermediate_size": 40},
-]
 PRECISION = [(torch.float32, 1e-5), (torch.float64, 1e-10)]
 
 
@@ -46,13 +42,9 @@ class PaperTarget:
         return self.table
 
 
-def make_head(flags, dtype, seed=0):
-    torch.manual_seed(seed)
+def make_head(kind, flags, dtype):
     ids = choose_draft_vocabulary(np.zeros(FACTS.vocab_size), 40, FACTS)
-    head = Eagle3(Eagle3Settings(**flags), FACTS, torch.from_numpy(ids)).to(dtype)
-    for name, parameter in head.named_parameters():
-        if "norm" in name:
-            parameter.data = 1 + 0.3 * torch.randn_like(parameter)
+    head = random_head(kind, DEPTH, FACTS, torch.from_numpy(ids), dtype, **flags)
     head.load_target(PaperTarget(dtype), initialise=False)
     return head
 
@@ -69,17 +61,19 @@ def make_rows(head, lengths, dtype, seed=1):
             generated_N=np.arange(total) >= prompt, logprob_N=np.full(total, -1, np.float32), finish_reason="length",
             sampling={},
         )  # fmt: skip
-        taps = torch.randn(total - 1, len(head.taps) * FACTS.hidden_size, generator=generator, dtype=torch.float64)
+        taps = torch.randn(
+            total - 1, (len(head.taps) or 1) * FACTS.hidden_size, generator=generator, dtype=torch.float64
+        )
         final = torch.randn(total - 1, FACTS.hidden_size, generator=generator, dtype=torch.float64)
         rows.append((path, taps.to(dtype), final.to(dtype)))
     return rows
 
 
-def rollout_logits(head, rows, depth, num_slots=None):
+def pair_logits(head, rows, depth, num_slots=None):
     """{(path, t, j): logits} of every supervised pair."""
     batch = pack(rows, num_slots)
     rollout = head.rollout(batch, depth)
-    logits = head.logits(rollout.state_SDH)
+    logits = rollout_logits(head, rollout)
     row_of = np.searchsorted(batch.offsets, rollout.start_S.numpy(), side="right") - 1
     found = {}
     for s, (row, start) in enumerate(zip(row_of, rollout.start_S.tolist(), strict=True)):
@@ -93,50 +87,52 @@ def assert_close(actual, expected, tolerance):
     assert (actual - expected).abs().max() <= tolerance * expected.abs().max()
 
 
-@pytest.mark.parametrize("flags", FLAGS, ids=str)
+@pytest.mark.parametrize(("kind", "flags"), VARIANTS, ids=str)
 @pytest.mark.parametrize(("dtype", "tolerance"), PRECISION)
-def test_rollout_equals_the_oracle(flags, dtype, tolerance):
-    head = make_head(flags, dtype)
+def test_rollout_equals_the_oracle(kind, flags, dtype, tolerance):
+    head = make_head(kind, flags, dtype)
     rows = make_rows(head, [(5, 9), (1, 7), (4, 3)], dtype)
     with torch.no_grad():
-        found = rollout_logits(head, rows, DEPTH, num_slots=64)
-        for i, (path, taps, _) in enumerate(rows):
+        found = pair_logits(head, rows, DEPTH, num_slots=64)
+        for i, (path, taps, final) in enumerate(rows):
             for t in sorted({t for row, t, _ in found if row == i}):
                 deep = max(j for row, start, j in found if (row, start) == (i, t)) + 1
-                expected = oracle_logits(head, taps, torch.from_numpy(path.token_N[1:]), t, deep)
+                expected = oracle_logits(head, taps, final, torch.from_numpy(path.token_N[1:]), t, deep)
                 for j in range(deep):
                     assert_close(found[(i, t, j)], expected[j], tolerance)
 
 
-def slots_of(rows, slices):
+def slots_of(head, rows, slices):
     """Features and next tokens of slots begin..end-1 of each row, right-padded."""
     width = max(end - begin for begin, end in slices)
-    taps = torch.zeros(len(rows), width, rows[0][1].shape[1], dtype=rows[0][1].dtype)
+    features = [head.features(taps, final) for _, taps, final in rows]
+    padded = torch.zeros(len(rows), width, features[0].shape[1], dtype=features[0].dtype)
     tokens = torch.zeros(len(rows), width, dtype=torch.int64)
     for b, (begin, end) in enumerate(slices):
         end = min(end, len(rows[b][1]))
         if end > begin:
-            taps[b, : end - begin] = rows[b][1][begin:end]
+            padded[b, : end - begin] = features[b][begin:end]
             tokens[b, : end - begin] = torch.from_numpy(rows[b][0].token_N[begin + 1 : end + 1].astype(np.int64))
-    return taps, tokens
+    return padded, tokens
 
 
-@pytest.mark.parametrize("flags", FLAGS, ids=str)
+@pytest.mark.parametrize(("kind", "flags"), VARIANTS, ids=str)
 @pytest.mark.parametrize(("dtype", "tolerance"), PRECISION)
-def test_draft_equals_rollout_along_paths(flags, dtype, tolerance):
+def test_draft_equals_rollout_along_paths(kind, flags, dtype, tolerance):
     """20 paths decoded as one ragged batch, with scripted accepted counts 0..depth in random order."""
-    head = make_head(flags, dtype)
+    head = make_head(kind, flags, dtype)
     random = np.random.default_rng(3)
     lengths = [(int(random.integers(1, 9)), int(random.integers(4, 40))) for _ in range(20)]
     rows = make_rows(head, lengths, dtype)
     prompts = [prompt for prompt, _ in lengths]
     to_draft = {int(token): i for i, token in enumerate(head.draft_ids_V)}
     fed: list[int] = []
-    head.midlayer.mlp.register_forward_hook(lambda module, inputs, output: fed.append(inputs[0].shape[:-1].numel()))
+    for output in head.outputs():
+        output.register_forward_hook(lambda module, inputs, output: fed.append(inputs[0].shape[:-1].numel()))
     checked = 0
     with torch.no_grad():
-        expected = rollout_logits(head, rows, DEPTH)
-        state = head.start(*slots_of(rows, [(0, p) for p in prompts]), torch.tensor(prompts), max_length=128)
+        expected = pair_logits(head, rows, DEPTH)
+        state = head.start(*slots_of(head, rows, [(0, p) for p in prompts]), torch.tensor(prompts), max_length=128)
         start = [p - 1 for p in prompts]
         while max(start) >= 0:
             recorded = [
@@ -151,7 +147,7 @@ def test_draft_equals_rollout_along_paths(flags, dtype, tolerance):
 
             fed.clear()
             draft = head.draft(state, DEPTH, along_the_path)
-            assert fed == [len(rows)] * DEPTH  # one token a row in every step of a block
+            assert fed == [len(rows)] * DEPTH  # every step of a block projects one state a row
             for b, t in enumerate(start):
                 for j in range(DEPTH):
                     if (b, t, j) in expected:
@@ -159,16 +155,52 @@ def test_draft_equals_rollout_along_paths(flags, dtype, tolerance):
                         checked += 1
             accepted = [int(random.integers(0, DEPTH + 1)) if t >= 0 else -1 for t in start]
             slices = [(t + 1, t + 2 + DEPTH) if t >= 0 else (0, 0) for t in start]
-            head.accept(state, *slots_of(rows, slices), torch.tensor(accepted))
+            head.accept(state, *slots_of(head, rows, slices), torch.tensor(accepted))
             for b, t in enumerate(start):
                 following = t + accepted[b] + 1
                 start[b] = following if t >= 0 and following + 2 < len(rows[b][0].token_N) else -1
     assert checked > 300
 
 
+def test_a_block_runs_the_layer_once_a_step_on_one_token_a_row():
+    """However many slots wait to be read, the first step of a block included."""
+    head = make_head("eagle3", {}, torch.float32)
+    rows = make_rows(head, [(9, 12), (4, 12)], torch.float32)
+    fed: list[int] = []
+    head.midlayer.mlp.register_forward_hook(lambda module, inputs, output: fed.append(inputs[0].shape[:-1].numel()))
+    state = head.start(*slots_of(head, rows, [(0, 9), (0, 4)]), torch.tensor([9, 4]), max_length=64)
+    head.draft(state, DEPTH)
+    head.accept(state, *slots_of(head, rows, [(9, 15), (4, 10)]), torch.tensor([3, 0]))
+    head.draft(state, DEPTH)
+    assert fed == [2] * (2 * DEPTH)
+
+
+@pytest.mark.parametrize(("kind", "flags"), VARIANTS, ids=str)
+def test_future_tokens_and_states_change_nothing(kind, flags):
+    """(t, j) knows the target's states up to t and the tokens up to x_{t+1+j}; whatever comes later may be anything."""
+    head = make_head(kind, flags, torch.float64)
+    rows = make_rows(head, [(6, 18)], torch.float64)
+    path, taps, final = rows[0]
+    cut, slot_S = 10, torch.arange(len(final))
+    other = [torch.where(slot_S[:, None] > cut, 3.0, states) for states in (taps, final)]
+    text = replace(path, token_N=np.where(np.arange(len(path.token_N)) > cut + 1, 0, path.token_N))
+    with torch.no_grad():
+        before = pair_logits(head, rows, DEPTH)
+        after_states = pair_logits(head, [(path, *other)], DEPTH)
+        after_tokens = pair_logits(head, [(text, taps, final)], DEPTH)
+    moved = [pair for pair, logits in after_states.items() if (logits - before[pair]).abs().max() > 0.01]
+    assert moved  # there is something to leak
+    assert min(t for _, t, _ in moved) > cut
+    for (row, t, j), logits in before.items():
+        if t <= cut:
+            assert_close(after_states[row, t, j], logits, 1e-12)
+        if t + j <= cut:
+            assert_close(after_tokens[row, t, j], logits, 1e-12)
+
+
 def test_supervised_pairs_are_exactly_those_serving_can_meet():
     """Prompt x_0..x_4, reply x_5..x_8: depth 0 has t = 4, 5, 6; depth 1 has t = 4, 5; depth 2 has t = 4."""
-    head = make_head({}, torch.float32)
+    head = make_head("eagle3", {}, torch.float32)
     batch = pack(make_rows(head, [(5, 4), (3, 2), (2, 1)], torch.float32), num_slots=32)
     start_S, valid_SD = supervised_pairs(batch, 4)
     pairs = [[int(t) for t, ok in zip(start_S, valid_SD[:, j], strict=True) if ok] for j in range(4)]
@@ -176,40 +208,45 @@ def test_supervised_pairs_are_exactly_those_serving_can_meet():
     assert pairs == [[4, 5, 6, second + 2], [4, 5], [4], []]
 
 
-def test_neighbours_order_and_filler_change_nothing():
-    head = make_head({}, torch.float64)
+@pytest.mark.parametrize("kind", KINDS)
+def test_neighbours_order_and_filler_change_nothing(kind):
+    head = make_head(kind, {}, torch.float64)
     rows = make_rows(head, [(5, 9), (2, 20), (7, 4)], torch.float64)
     with torch.no_grad():
-        together = rollout_logits(head, [rows[2], rows[0], rows[1]], DEPTH, num_slots=128)
+        together = pair_logits(head, [rows[2], rows[0], rows[1]], DEPTH, num_slots=128)
         for i, place in ((0, 1), (1, 2), (2, 0)):
-            alone = rollout_logits(head, [rows[i]], DEPTH)
+            alone = pair_logits(head, [rows[i]], DEPTH)
             assert {(t, j) for row, t, j in together if row == place} == {(t, j) for _, t, j in alone}
             for (_, t, j), logits in alone.items():
                 assert_close(together[(place, t, j)], logits, 1e-12)
 
 
-def test_a_batch_without_a_reply_has_no_pairs_and_a_gradient_path():
-    head = make_head({}, torch.float32)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_batch_without_a_reply_has_no_pairs_and_a_gradient_path(kind):
+    head = make_head(kind, {}, torch.float32)
     rollout = head.rollout(pack(make_rows(head, [(6, 0)], torch.float32)), 3)
     assert rollout.start_S.numel() == 0
     rollout.state_SDH.sum().backward()
 
 
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
-def test_packing_for_drafting_changes_no_logits(dtype, tolerance):
-    head = make_head({}, dtype)
+def test_packing_for_drafting_changes_no_logits(kind, dtype, tolerance):
+    head = make_head(kind, {}, dtype)
     rows = make_rows(head, [(5, 9), (2, 20)], dtype)
     with torch.no_grad():
-        expected = rollout_logits(head, rows, DEPTH)
-        packed = rollout_logits(head.pack(), rows, DEPTH)
+        expected = pair_logits(head, rows, DEPTH)
+        packed = pair_logits(head.pack(), rows, DEPTH)
     for pair, logits in expected.items():
         assert_close(packed[pair].float(), logits.float(), tolerance)
 
 
-def test_saved_head_is_the_same_head(tmp_path):
-    head = make_head({"fc_norm": True}, torch.float32)
+@pytest.mark.parametrize(("kind", "flags"), VARIANTS, ids=str)
+def test_saved_head_is_the_same_head(kind, flags, tmp_path):
+    head = make_head(kind, flags, torch.float32)
     save_head(tmp_path, head, step=3)
     again = load_head(tmp_path, PaperTarget(torch.float32))
+    assert (again.kind, again.settings, again.taps) == (kind, head.settings, head.taps)
     assert again.trained_tensors().keys() == head.trained_tensors().keys()
     for name, tensor in head.trained_tensors().items():
         assert torch.equal(tensor, again.trained_tensors()[name])
@@ -218,7 +255,7 @@ def test_saved_head_is_the_same_head(tmp_path):
 
 
 def test_a_head_of_another_target_is_refused(tmp_path):
-    save_head(tmp_path, make_head({}, torch.float32), step=3)
+    save_head(tmp_path, make_head("eagle3", {}, torch.float32), step=3)
     other = PaperTarget(torch.float32)
     other.facts = TargetFacts(**{**FACTS.to_dict(), "fingerprint": {"weights": "other"}})
     with pytest.raises(WrongInput, match="differs in weights"):
@@ -247,7 +284,7 @@ def test_default_taps_are_distinct_and_valid_on_shallow_targets():
 
 def test_taps_out_of_range_are_refused():
     with pytest.raises(WrongInput, match="taps"):
-        make_head({"taps": [2, 7]}, torch.float32)
+        make_head("eagle3", {"taps": [2, 7]}, torch.float32)
 
 
 def test_a_head_starts_from_targets_whose_layers_have_other_names(tiny_target):

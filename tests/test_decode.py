@@ -36,6 +36,7 @@ class CopyHead(Head):
     """A head that copies the target: its draft is the target's own next token, at every depth."""
 
     kind = "copy"
+    reads = "taps"
 
     def __init__(self, target, first_token):
         super().__init__()
@@ -50,11 +51,8 @@ class CopyHead(Head):
         slot_SD = (start_S[:, None] + 1 + torch.arange(depth)).clamp(max=last)
         return Rollout(batch.final_TH[slot_SD], start_S, valid_SD)
 
-    def logits(self, state):
-        return self.target.logits(state)
-
-    def output_weight(self):
-        return self.target.output_weight()
+    def outputs(self):
+        return [self.target.logits]
 
     def start(self, features_BTF, next_tokens_BT, lengths_B, max_length):
         rows = zip(next_tokens_BT.tolist(), lengths_B.tolist(), strict=True)

@@ -89,7 +89,7 @@ def test_recorded_log_probabilities_give_the_targets_own_mass(tiny_target, answe
     start_S, valid_SD = supervised_pairs(batch, 1)
     rollout = Rollout(torch.zeros(len(start_S), 1, 64), start_S, valid_SD)
     teacher = Teacher(tiny_target.output_weight(), draft_ids, torch.float32)
-    _, sums = pair_loss(rollout, torch.zeros(len(draft_ids), 64), batch, teacher, SETTINGS.loss, 1.0)
+    _, sums = pair_loss(rollout, [torch.zeros(len(draft_ids), 64)], batch, teacher, SETTINGS.loss, 1.0)
     p_UV = torch.softmax(tiny_target.logits(batch.final_TH[start_S + 1]), -1)
     assert sums.mass_D.item() == pytest.approx(float(p_UV[:, draft_ids].double().sum()), rel=1e-4)
 

@@ -45,16 +45,16 @@ def random_rollout(batch, dtype, seed=5) -> Rollout:
     return Rollout(state.requires_grad_(), start_S, valid_SD)
 
 
-def plain_loss(rollout, weight_VH, batch, output_weight_VH, loss, normaliser):
+def plain_loss(rollout, weights, batch, output_weight_VH, loss, normaliser):
     """The definitions of trainer/losses.py, pair by pair over the target's whole vocabulary, by autograd."""
-    sums = PairSums.zeros(DEPTH, weight_VH.device)
-    total = torch.zeros((), dtype=weight_VH.dtype)
+    sums = PairSums.zeros(DEPTH, weights[0].device)
+    total = torch.zeros((), dtype=weights[0].dtype)
     for s, start in enumerate(rollout.start_S.tolist()):
         for j in range(DEPTH):
             if not rollout.valid_SD[s, j]:
                 continue
             log_p = functional.log_softmax(output_weight_VH @ batch.final_TH[start + 1 + j], -1)[DRAFT_IDS]
-            log_q = functional.log_softmax(weight_VH @ rollout.state_SDH[s, j], -1)
+            log_q = functional.log_softmax(weights[j % len(weights)] @ rollout.state_SDH[s, j], -1)
             p, q = log_p.exp(), log_q.exp()
             x = int(batch.next_token_T[start + 1 + j])
             kl = (p * (log_p - log_q)).sum()
@@ -70,14 +70,15 @@ def plain_loss(rollout, weight_VH, batch, output_weight_VH, loss, normaliser):
     return total, sums
 
 
-def head_weight(dtype):
-    generator = torch.Generator().manual_seed(9)
+def head_weight(dtype, seed=9):
+    generator = torch.Generator().manual_seed(seed)
     return torch.randn(len(DRAFT_IDS), WIDTH, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
 
 
 @pytest.mark.parametrize("kind", get_args(get_type_hints(LossSettings)["kind"]))
-@pytest.mark.parametrize("chunk", [7, 10_000])
-def test_fused_loss_is_the_plain_loss(kind, chunk):
+@pytest.mark.parametrize(("chunk", "num_weights"), [(7, 1), (10_000, 1), (40, DEPTH)])
+def test_fused_loss_is_the_plain_loss(kind, chunk, num_weights):
+    """With one output weight for all depths, and with one for each."""
     batch, output_weight = make_batch([(5, 40), (1, 3), (4, 1), (3, 60)], torch.float64, num_slots=128)
     loss = LossSettings(kind=kind, chunk=chunk, depth_decay=0.7)
     teacher = Teacher(output_weight, DRAFT_IDS, torch.float64)
@@ -86,10 +87,12 @@ def test_fused_loss_is_the_plain_loss(kind, chunk):
         lambda r, w: pair_loss(r, w, batch, teacher, loss, 123.0),
         lambda r, w: plain_loss(r, w, batch, output_weight, loss, 123.0),
     ):
-        rollout, weight = random_rollout(batch, torch.float64), head_weight(torch.float64)
-        value, sums = compute(rollout, weight)
+        rollout = random_rollout(batch, torch.float64)
+        weights = [head_weight(torch.float64, seed=9 + i) for i in range(num_weights)]
+        value, sums = compute(rollout, weights)
         (3 * value).backward()
-        results.append((value, rollout.state_SDH.grad, weight.grad, *vars(sums).values()))
+        gradients = [rollout.state_SDH.grad, *(weight.grad for weight in weights)]
+        results.append((value, *gradients, *vars(sums).values()))
     for fused, plain in zip(*results, strict=True):
         torch.testing.assert_close(fused, plain, rtol=2e-6, atol=1e-7)  # the record of log p is float32
 
@@ -101,7 +104,7 @@ def test_bfloat16_products_stay_close(kind):
     gradients = []
     for dtype in (torch.float32, torch.bfloat16):
         rollout, weight = random_rollout(batch, torch.float32), head_weight(torch.float32)
-        value, sums = pair_loss(rollout, weight, batch, Teacher(output_weight, DRAFT_IDS, dtype), loss, 100.0)
+        value, sums = pair_loss(rollout, [weight], batch, Teacher(output_weight, DRAFT_IDS, dtype), loss, 100.0)
         value.backward()
         gradients.append((value, sums.mass_D / sums.pairs_D, rollout.state_SDH.grad.flatten(), weight.grad.flatten()))
     exact, rounded = gradients
@@ -145,7 +148,7 @@ def test_a_pair_weighs_its_in_vocabulary_mass():
         rollout = Rollout(torch.ones(1, 1, 1, requires_grad=True), start_S, valid_SD)
         weight = torch.tensor([[0.3], [-0.4]], requires_grad=True)
         value, sums = pair_loss(
-            rollout, weight, batch, Teacher(output_weight, draft_ids, torch.float32), LossSettings(), 1.0
+            rollout, [weight], batch, Teacher(output_weight, draft_ids, torch.float32), LossSettings(), 1.0
         )
         value.backward()
         assert sums.mass_D.item() == pytest.approx(share, rel=1e-5)
@@ -157,7 +160,7 @@ def test_a_batch_without_pairs_costs_nothing_and_keeps_the_graph():
     batch, output_weight = make_batch([(6, 1), (9, 1)], torch.float32, num_slots=64)
     rollout, weight = random_rollout(batch, torch.float32), head_weight(torch.float32)
     value, sums = pair_loss(
-        rollout, weight, batch, Teacher(output_weight, DRAFT_IDS, torch.float32), LossSettings(), 5.0
+        rollout, [weight], batch, Teacher(output_weight, DRAFT_IDS, torch.float32), LossSettings(), 5.0
     )
     value.backward()
     assert value.item() == 0.0
@@ -179,7 +182,7 @@ def test_no_tensor_of_pairs_times_vocabulary_is_made():
 
     with Watch():
         value, _ = pair_loss(
-            rollout, weight, batch, Teacher(output_weight, DRAFT_IDS, torch.float32), LossSettings(chunk=96), 1.0
+            rollout, [weight], batch, Teacher(output_weight, DRAFT_IDS, torch.float32), LossSettings(chunk=96), 1.0
         )
         value.backward()
     assert max(sizes) <= max(96 * len(DRAFT_IDS), rollout.state_SDH.numel())

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from headstart.heads.errors import WrongInput
+from headstart.heads.settings import HEADS
 from headstart.launch.recipe import (
     FIRST_LINE,
     LAST_LINE,
@@ -46,7 +47,29 @@ BAD_RECIPES = [
     ("head: {taps: [3, 1, 3]}", ["head.taps: found [3, 1, 3], expected ascending tap ids without repeats: [1, 3]"]),
     ("head: {taps: 2}", ["head.taps: found 2, expected a list of whole numbers, such as [2]"]),
     ("head: {taps: [1, -2]}", ["head.taps[1]: found -2, expected at least 0"]),
-    ("head: {kind: eagle}", ["head.kind: found 'eagle', expected eagle3; did you mean eagle3?"]),
+    ("head: {kind: eagle}", ["head.kind: found 'eagle', expected eagle3, medusa, hydra or mlp; did you mean eagle3?"]),
+    ("head: {kind: [mlp], taps: 1}", ["mine.yaml:1: head.kind: found [mlp], expected eagle3, medusa, hydra or mlp"]),
+    ("head:\n  num_layers: 2", ["mine.yaml:2: head.num_layers: a key of medusa, hydra only; expected one of kind, dr"]),
+    (
+        "head:\n  kind: mlp\n  taps: [1]\n  intermediate_size: 8\ntrain: {depth: 4}",
+        [
+            "mine.yaml:3: head.taps: a key of eagle3 only; expected one of kind, draft_vocab_size, init_from_target, num_",
+            "mine.yaml:4: head.intermediate_size: a key of eagle3 only; did you mean head.inner_size?",
+        ],
+    ),
+    (
+        "head: {kind: medusa, num_heads: 3}",
+        [
+            "mine.yaml:1: eval.draft_lengths: found [1, 2, 3, 4], expected at most head.num_heads = 3, since medusa has",
+            "mine.yaml:1: eval.speed_draft_lengths: found [2, 3, 4], expected at most head.num_heads = 3",
+        ],
+    ),
+    ("head: {kind: mlp}", ["mine.yaml:1: train.depth: found 3, expected head.num_heads = 4, since mlp has weights of"]),
+    (
+        "head: {kind: mlp, num_heads: 1}\ntrain: {depth: 1}\n"
+        "eval: {draft_lengths: [1], draft_length: 1, speed_draft_lengths: [1]}",
+        ["mine.yaml:1: head.tie_weights: found true with num_heads = 1"],
+    ),
     ("head: {fc_norm: 1}", ["head.fc_norm: found 1, expected true or false"]),
     ("traffic: {temperature: -0.1}", ["traffic.temperature: found -0.1, expected at least 0"]),
     ("traffic: {top_p: 0}", ["traffic.top_p: found 0, expected more than 0 and at most 1"]),
@@ -154,6 +177,17 @@ def test_every_built_in_recipe_is_valid_and_carries_the_launch_lines(name: str) 
     assert FIRST_LINE in lines
     assert lines[-1] == LAST_LINE
     compile(path.read_text(), str(path), "exec")
+
+
+@pytest.mark.parametrize("kind", HEADS)
+def test_every_kind_has_a_recipe_that_shares_the_targets_answers(kind: str) -> None:
+    eagle = load_recipe(find_recipe("eagle"))
+    recipe = load_recipe(find_recipe("eagle" if kind == "eagle3" else kind))
+    assert recipe.head.kind == kind
+    assert recipe.head.asked_taps == eagle.head.asked_taps
+    for section in ("target", "prompts", "traffic", "features"):
+        assert getattr(recipe, section) == getattr(eagle, section)
+    assert recipe.run.seed == eagle.run.seed
 
 
 def test_every_setting_has_a_doc() -> None:

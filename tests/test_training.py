@@ -65,7 +65,8 @@ def test_padding_packing_and_order_change_nothing():
         total = 0.0
         for batch in batches:
             rollout = job.head.rollout(batch, 3)
-            loss, _ = pair_loss(rollout, job.head.output_weight(), batch, job.teacher, SETTINGS.loss, 150.0)
+            weights = [output.weight for output in job.head.outputs()]
+            loss, _ = pair_loss(rollout, weights, batch, job.teacher, SETTINGS.loss, 150.0)
             loss.backward()
             total += loss.item()
         found.append((total, gradients(job.head)))

@@ -64,7 +64,7 @@ class Job:
         draft_length: int = 4,
     ) -> "Job":
         precision = choose_precision(settings.dtype, head.device)
-        dtype = torch.bfloat16 if precision.dtype == torch.bfloat16 else head.output_weight().dtype
+        dtype = torch.bfloat16 if precision.dtype == torch.bfloat16 else head.outputs()[0].weight.dtype
         teacher = Teacher(output_weight_VH.to(head.device), head.draft_ids_V, dtype)
         return cls(head, teacher, make_optimizer(head, settings), rows, settings, precision, draft_length)
 
@@ -190,7 +190,8 @@ def accumulate_gradients(job: Job, step: int) -> PairSums:
         batch = job.rows.batch(step, micro, settings.accumulate, job.rank, job.world).to(head.device)
         with job.precision.autocast(head.device):
             rollout = head.rollout(batch, settings.depth)
-        loss, found = pair_loss(rollout, head.output_weight(), batch, job.teacher, settings.loss, normaliser)
+        weights = [output.weight for output in head.outputs()]
+        loss, found = pair_loss(rollout, weights, batch, job.teacher, settings.loss, normaliser)
         loss.backward()
         sums.add(found)
     if job.world == 1 and sums.pairs_D.tolist() != pairs_D.tolist():

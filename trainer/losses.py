@@ -19,6 +19,7 @@ No full-vocabulary product is needed for p: with z_x = output_weight[x] . final 
 log Z = z_x - log p(x) at every position whose next token was generated, and those are all positions that teach.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from functools import partial
 
@@ -89,41 +90,41 @@ def pairs_by_teacher(rollout: Rollout) -> _Pairs:
 
 
 def pair_loss(
-    rollout: Rollout, weight_VH: Tensor, batch: Batch, teacher: Teacher, loss: LossSettings, normaliser: float
+    rollout: Rollout, weights: Sequence[Tensor], batch: Batch, teacher: Teacher, loss: LossSettings, normaliser: float
 ) -> tuple[Tensor, PairSums]:
     """Charge all pairs of a rollout.
 
     Args:
-        weight_VH: the head's output weight over the draft vocabulary.
+        weights: the head's output weights over the draft vocabulary, [V, H]: one for all depths, or one for each.
         normaliser: sum of depth_decay ** j over all pairs of the whole optimiser step, every micro-batch and rank.
 
     Returns:
         The batch's share of the step's loss, sum of depth_decay ** j * l / normaliser (differentiable in states and
-        weight), and the sums per depth.
+        weights), and the sums per depth.
     """
     depth = rollout.valid_SD.shape[1]
-    sums = PairSums.zeros(depth, weight_VH.device)
-    value = _FusedPairLoss.apply(rollout.state_SDH, weight_VH, rollout, batch, teacher, loss, normaliser, sums)
-    return value, sums
+    sums = PairSums.zeros(depth, weights[0].device)
+    arguments = (rollout, batch, teacher, loss, normaliser, sums)
+    return _FusedPairLoss.apply(arguments, rollout.state_SDH, *weights[:depth]), sums
 
 
 class _FusedPairLoss(torch.autograd.Function):
     """Chunk by chunk: logits, loss, and both gradients at once, so that no logits outlive their chunk."""
 
     @staticmethod
-    def forward(ctx, state_SDH, weight_VH, rollout, batch, teacher, loss, normaliser, sums):
-        charge = _Charge(state_SDH, weight_VH, rollout, batch, teacher, loss, normaliser, sums)
+    def forward(ctx, arguments, state_SDH, *weights):
+        charge = _Charge(state_SDH, weights, *arguments)
         with torch.autocast(state_SDH.device.type, enabled=False):
             for first in range(0, charge.num_columns, charge.rows):
-                charge.chunk(first, with_gradient=ctx.needs_input_grad[0] or ctx.needs_input_grad[1])
-        ctx.gradients = charge.state_grad_SDH, charge.weight_grad_VH  # not `save_for_backward`: scaled in place, once
+                charge.chunk(first, with_gradient=any(ctx.needs_input_grad))
+        ctx.gradients = charge.state_grad_SDH, *charge.weight_grads  # not `save_for_backward`: scaled in place, once
         return charge.total()
 
     @staticmethod
     def backward(ctx, grad):
-        state_grad_SDH, weight_grad_VH = ctx.gradients
+        gradients = ctx.gradients
         del ctx.gradients
-        return state_grad_SDH.mul_(grad), weight_grad_VH.mul_(grad), None, None, None, None, None, None
+        return None, *(gradient.mul_(grad) for gradient in gradients)
 
 
 class _Charge:
@@ -132,7 +133,7 @@ class _Charge:
     def __init__(
         self,
         state_SDH: Tensor,
-        weight_VH: Tensor,
+        weights: Sequence[Tensor],
         rollout: Rollout,
         batch: Batch,
         teacher: Teacher,
@@ -147,30 +148,32 @@ class _Charge:
         # Equal chunks of at most loss.chunk pairs: padding the last one up would waste products.
         num_chunks = -(-self.num_columns * depth // loss.chunk) or 1
         self.rows = _round_up(max(1, -(-self.num_columns // num_chunks)), ROW_MULTIPLE)
-        vocab, hidden = weight_VH.shape
+        vocab, hidden = weights[0].shape
+        device = weights[0].device
         self.state_PH = state_SDH.flatten(0, 1)
-        self.weight_VH = weight_VH.to(teacher.dtype)
+        self.weights = [weight_VH.to(teacher.dtype) for weight_VH in weights]
         self.state_grad_SDH = torch.zeros_like(state_SDH)
-        self.weight_grad_VH = torch.zeros_like(weight_VH)
-        self.decay_D = loss.depth_decay ** torch.arange(
-            depth, dtype=sum_dtype(weight_VH.device), device=weight_VH.device
-        )
+        self.weight_grads = [torch.zeros_like(weight_VH) for weight_VH in weights]
+        self.decay_D = loss.depth_decay ** torch.arange(depth, dtype=sum_dtype(device), device=device)
         self.normaliser = normaliser
         # Products are narrow (perhaps bfloat16), softmax and sums wide (at least float32).
         self.wide = torch.promote_types(torch.float32, teacher.dtype)
-        narrow_empty = partial(torch.empty, dtype=teacher.dtype, device=weight_VH.device)
+        narrow_empty = partial(torch.empty, dtype=teacher.dtype, device=device)
         self.logits_XV = narrow_empty(depth * self.rows, vocab)  # X = D * R; turned into gradients in place
         self.teacher_logits_RV = narrow_empty(self.rows, vocab)
         self.weight_part_VH = narrow_empty(vocab, hidden)
-        self.weight_wide_VH = torch.empty_like(
-            self.weight_grad_VH
-        )  # kept: adding the narrow part makes a new one each time
+        # Kept: adding the narrow part makes a new one each time.
+        self.weight_wide_VH = torch.empty_like(self.weight_grads[0])
         self.p_RV, self.q_RV, self.z_RV = self.teacher_logits_RV.new_empty(
             3, self.rows, vocab, dtype=self.wide
         ).unbind()
 
     def total(self) -> Tensor:
-        return (self.sums.loss_D @ self.decay_D / self.normaliser).to(self.weight_grad_VH.dtype)
+        return (self.sums.loss_D @ self.decay_D / self.normaliser).to(self.weight_grads[0].dtype)
+
+    def by_weight(self, rows_XY: Tensor) -> tuple[Tensor, ...]:
+        """The rows of each output weight: depths lie one after another, so a weight's rows are neighbours."""
+        return rows_XY.chunk(len(self.weights))
 
     def chunk(self, first: int, with_gradient: bool) -> None:
         column_R = torch.arange(first, first + self.rows, device=self.batch.final_TH.device)
@@ -180,7 +183,10 @@ class _Charge:
         valid_DR = self.pairs.valid_DU[:, column_R] & inside_R
         state_X = self.pairs.state_DU[:, column_R].flatten()
         state_XH = self.state_PH[state_X].to(self.teacher.dtype)
-        torch.mm(state_XH, self.weight_VH.t(), out=self.logits_XV)
+        for rows_YH, weight_VH, logits_YV in zip(
+            self.by_weight(state_XH), self.weights, self.by_weight(self.logits_XV), strict=True
+        ):
+            torch.mm(rows_YH, weight_VH.t(), out=logits_YV)
         for j, logits_RV in enumerate(self.logits_XV.split(self.rows)):
             self.z_RV.copy_(logits_RV)
             self.charge_depth(j, valid_DR[j].to(self.wide))
@@ -248,14 +254,19 @@ class _Charge:
     def add_gradients(self, state_X: Tensor, state_XH: Tensor, valid_DR: Tensor) -> None:
         """The weight of a row enters with the narrow factors, never with the [X, V] one."""
         weight_X1 = (self.decay_D[:, None] / self.normaliser * valid_DR).flatten()[:, None].to(self.wide)
-        part_XH = torch.mm(self.logits_XV, self.weight_VH) * weight_X1
-        self.state_grad_SDH.flatten(0, 1).index_add_(0, state_X, part_XH.to(self.state_grad_SDH.dtype))
         weighted_XH = (state_XH * weight_X1).to(self.teacher.dtype)
-        if self.weight_grad_VH.dtype == self.teacher.dtype:
-            self.weight_grad_VH.addmm_(self.logits_XV.t(), weighted_XH)
-        else:
-            torch.mm(self.logits_XV.t(), weighted_XH, out=self.weight_part_VH)
-            self.weight_grad_VH.add_(self.weight_wide_VH.copy_(self.weight_part_VH))
+        parts = []
+        for gradient_YV, weighted_YH, weight_VH, weight_grad_VH in zip(
+            self.by_weight(self.logits_XV), self.by_weight(weighted_XH), self.weights, self.weight_grads, strict=True
+        ):
+            parts.append(torch.mm(gradient_YV, weight_VH))
+            if weight_grad_VH.dtype == self.teacher.dtype:
+                weight_grad_VH.addmm_(gradient_YV.t(), weighted_YH)
+            else:
+                torch.mm(gradient_YV.t(), weighted_YH, out=self.weight_part_VH)
+                weight_grad_VH.add_(self.weight_wide_VH.copy_(self.weight_part_VH))
+        part_XH = torch.cat(parts) * weight_X1
+        self.state_grad_SDH.flatten(0, 1).index_add_(0, state_X, part_XH.to(self.state_grad_SDH.dtype))
 
 
 def _top_and_log_sum(z_RV: Tensor, softmax_RV: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,48 @@
+"""Every kind of head there is, in every variant that a switch makes: a new kind is in all matrices by its registry line."""
+
+from dataclasses import fields
+
+import torch
+
+from headstart.heads.checkpoint import KINDS, build_head
+from headstart.heads.settings import HEADS
+
+# Variants that are not one switch turned over.
+MORE = {
+    "eagle3": [{"fc_norm": True, "norm_output": True}, {"taps": [0, 6], "intermediate_size": 40}],
+    "medusa": [{"num_layers": 2, "own_output": True}],
+    "hydra": [{"num_layers": 3}],
+    "mlp": [{"inner_size": 24}, {"inner_size": 24, "tie_weights": False, "own_output": True}],
+}
+assert HEADS.keys() == KINDS.keys()
+
+
+def switches(kind):
+    """Each boolean setting of a kind, turned over; where the first weights come from says nothing of the contract."""
+    settings = HEADS[kind]()
+    names = [field.name for field in fields(settings) if isinstance(getattr(settings, field.name), bool)]
+    return [{name: not getattr(settings, name)} for name in names if name != "init_from_target"]
+
+
+VARIANTS = [(kind, flags) for kind in KINDS for flags in [{}, *switches(kind), *MORE.get(kind, [])]]
+
+
+def make_settings(kind, depth, **flags):
+    """Settings of a kind that can draft `depth` tokens."""
+    sized = {"num_heads": depth} if HEADS[kind]().max_depth is not None else {}
+    return HEADS[kind](**{**sized, **flags})
+
+
+def random_head(kind, depth, facts, draft_ids_V, dtype=torch.float32, seed=0, **flags):
+    """A head none of whose tensors is plain: what starts at zero, one or identity would hide mistakes."""
+    torch.manual_seed(seed)
+    head = build_head(make_settings(kind, depth, **flags), facts, draft_ids_V).to(dtype)
+    with torch.no_grad():
+        for parameter in head.parameters():
+            parameter += (0.3 if parameter.dim() == 1 else 0.1) * torch.randn_like(parameter)
+    return head
+
+
+def rollout_logits(head, rollout):
+    """Draft logits [S, D, Vd] of a whole rollout."""
+    return torch.stack([head.logits(state_SH, j) for j, state_SH in enumerate(rollout.state_SDH.unbind(1))], dim=1)

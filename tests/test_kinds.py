@@ -1,0 +1,116 @@
+"""What every kind of head must show as a whole: it learns, it can be stopped, and what it measures it does live."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from headstart.eval.acceptance import acceptance_probabilities, count_replies, reply_acceptance
+from headstart.eval.decode import decode, live_counts
+from headstart.eval.drafters import HeadDrafter
+from headstart.heads.batch import pack
+from headstart.heads.checkpoint import KINDS
+from headstart.trainer.checkpoint import pointed
+from headstart.trainer.console import tensor_table
+from headstart.trainer.data import TrainingRows
+from headstart.trainer.loop import Job, optimizer_step
+from headstart.trainer.settings import LossSettings, TrainSettings
+from tests.kinds import make_settings
+from tests.small_decoding import NO_STOP, fitted_head, make_path, make_prompts
+from tests.small_training import SETTINGS, SmallTarget, make_head, make_paths, run
+
+every_kind = pytest.mark.parametrize("kind", KINDS)
+
+
+def fit_eight_paths(kind, num_steps):
+    """A job on eight short paths, and the loss of every step."""
+    settings = TrainSettings(
+        num_steps=num_steps, batch_tokens=512, learning_rate=5e-3, warmup_steps=5, dtype="float32", depth=3,
+        loss=LossSettings(kind="ce"),
+    )  # fmt: skip
+    paths, features = make_paths([(3, 9)] * 8)
+    head = make_head(kind=kind, whole_vocabulary=True)
+    job = Job.open(head, SmallTarget().output, TrainingRows(paths, features, settings.batch_tokens, 0), settings)
+    losses = []
+    for step in range(1, num_steps + 1):
+        sums = optimizer_step(job, step).sums
+        losses.append(float((sums.loss_D / sums.pairs_D).mean()))
+    return job, losses
+
+
+@every_kind
+def test_eight_paths_are_learned_and_only_by_the_heads_own_tensors(kind):
+    before = make_head(kind=kind, whole_vocabulary=True)
+    job, losses = fit_eight_paths(kind, 200)
+    assert losses[-1] < 0.3 * losses[0]
+    head, target = job.head, SmallTarget()
+    trained = head.trained_tensors()
+    assert {name for name, *_, state, _ in tensor_table(head) if state == "trained"} == trained.keys()
+    for name, tensor in trained.items():
+        assert not torch.equal(tensor, before.trained_tensors()[name]), f"{name} was not trained"
+    assert torch.equal(job.teacher.output_weight_VH, target.output)
+    for name, buffer in head.named_buffers():
+        assert torch.equal(buffer, dict(before.named_buffers())[name]), f"{name} is frozen"
+
+
+@every_kind
+def test_every_kind_resumes_as_if_never_stopped(kind, tmp_path):
+    settings, length = replace(SETTINGS, num_steps=8, save_every=4), SETTINGS.depth
+    unbroken, _ = run(tmp_path / "unbroken", settings, head=make_head(kind=kind), draft_length=length)
+    run(tmp_path / "broken", settings, head=make_head(kind=kind), draft_length=length)
+    checkpoints = tmp_path / "broken" / "checkpoints"
+    (checkpoints / "last").write_text("step-000004\n")  # as if killed before the last checkpoint was pointed at
+    resumed, progress = run(tmp_path / "broken", settings, head=make_head(kind=kind, seed=5), draft_length=length)
+    assert progress.step == 8
+    assert pointed(checkpoints, "last").name == "step-000008"
+    for name, tensor in unbroken.trained_tensors().items():
+        assert torch.equal(tensor, resumed.trained_tensors()[name]), name
+
+
+@every_kind
+def test_live_replies_are_the_targets_own_and_take_the_steps_computed_offline(kind, tiny_target):
+    prompts = make_prompts(tiny_target, [7, 12, 20, 33])
+    plain = decode(tiny_target, prompts, None, 0, 24, NO_STOP)
+    names = [f"p{i}" for i in range(len(prompts))]
+    paths = [make_path(p, r.token_ids, name) for p, r, name in zip(prompts, plain, names, strict=True)]
+    head = fitted_head(tiny_target, paths[:2], kind=kind)
+    states = tiny_target.read([path.token_N for path in paths])
+    batch = pack([(path, s.taps, s.final) for path, s in zip(paths, states, strict=True)])
+    for draft_length in (1, 3):
+        live = decode(tiny_target, prompts, HeadDrafter(head.pack()), draft_length, 24, NO_STOP, batch=3)
+        assert [r.token_ids for r in live] == [r.token_ids for r in plain]
+        offline = count_replies(reply_acceptance(head, [batch], draft_length), draft_length)
+        counted = live_counts(live, names, ["chat"] * 4, draft_length)
+        for a, b in zip(offline, counted, strict=True):
+            assert a.num_steps == b.num_steps
+            assert np.array_equal(a.histogram, b.histogram)
+            assert np.array_equal(a.judged_K, b.judged_K)
+    assert {0, 1} <= {step.accepted for reply in live for step in reply.steps}  # accepted, but not always
+
+
+@every_kind
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_tokens_outside_the_draft_vocabulary_are_misses(kind, temperature):
+    head = make_head(kind=kind)
+    paths, features = make_paths([(4, 30), (2, 25)])
+    for path in paths:
+        path.sampling["temperature"] = temperature
+    batch = pack([(path, *features.get(path.prompt_id)) for path in paths])
+    (found,) = acceptance_probabilities(head, batch, 3, (temperature,))
+    s_P, j_P = found.valid_SD.nonzero(as_tuple=True)
+    outside_P = ~torch.isin(batch.next_token_T[found.start_S[s_P] + 1 + j_P], head.draft_ids_V)
+    assert outside_P.any()
+    assert not found.accept_SD[s_P, j_P][outside_P].any()
+    if temperature:
+        assert found.accept_SD[s_P, j_P][~outside_P].all()
+
+
+def test_a_depth_without_weights_is_refused():
+    paths, features = make_paths([(4, 30)])
+    batch = pack([(path, *features.get(path.prompt_id)) for path in paths])
+    for kind in KINDS:
+        head = make_head(kind=kind)
+        if (most := make_settings(kind, 3).max_depth) is not None:
+            with pytest.raises(ValueError, match=f"{most} tokens"):
+                head.rollout(batch, most + 1)
