@@ -25,7 +25,7 @@ from torch import Tensor
 
 from headstart.eval.acceptance import PromptCounts
 from headstart.eval.drafters import Drafter, Proposal, Session, padded
-from headstart.eval.judge import Judge, VerifyRule, new_judge, verify_greedy
+from headstart.eval.judge import Judge, SampledJudge, VerifyRule, new_judge, verify_greedy
 from headstart.eval.verify import Rule, Uniforms
 from headstart.heads.cache import LENGTH_STEP, PositionCache
 from headstart.heads.errors import WrongInput
@@ -75,6 +75,10 @@ def add_block(reply: Reply, block: list[int], drafted: int, limit: int, stop_ids
     reply.steps.append(Step(kept, judged, short, accepted, drafted))
 
 
+# Lengthens a reply by a block: (reply, block, drafted, limit, stop ids).
+Append = Callable[[Reply, list[int], int, int, set[int]], None]
+
+
 class Clock:
     """Wall-clock laps that wait for the device, so that asynchronous work is charged to the phase that caused it."""
 
@@ -110,6 +114,8 @@ def decode(
     rule: str | Rule = "tokens",
     seed: int = 0,
     request_ids: Sequence[str] | None = None,
+    judge_kind: Callable[..., SampledJudge] = SampledJudge,
+    append: Append = add_block,
 ) -> list[Reply]:
     """Decode prompts (token ids), `batch` at a time; no drafter or draft length 0 is plain decoding.
 
@@ -123,6 +129,7 @@ def decode(
         rule: a rule of `verify.py`, by name or itself.
         seed, request_ids: what a request's random numbers come from; by default its index is its id. A reply does not
             depend on the batch size or on the order of requests.
+        judge_kind, append: parts that a seeded fault replaces (`parts.py`).
 
     Raises:
         WrongInput: an empty prompt, or one that leaves no room in the target's context.
@@ -142,7 +149,7 @@ def decode(
     for begin in range(0, len(order), batch):
         group = order[begin : begin + batch]
         chances = [Uniforms(request_generator(names[i], seed)) for i in group]
-        judge = new_judge(sampling, draft, draft_length, rule, verify, chances)
+        judge = new_judge(sampling, draft, draft_length, rule, verify, chances, judge_kind)
         decoded = decode_batch(
             target,
             [list(prompts[i]) for i in group],
@@ -152,6 +159,7 @@ def decode(
             stops,
             whole_blocks,
             judge,
+            append,
         )
         for i, reply in zip(group, decoded, strict=True):
             replies[i] = reply
@@ -169,6 +177,7 @@ def decode_batch(
     stop_ids: set[int],
     whole_blocks: bool,
     judge: Judge,
+    append: Append = add_block,
 ) -> list[Reply]:
     """Decode requests that run together from prefill to the end of the longest reply."""
     clock = Clock(target.device)
@@ -210,7 +219,7 @@ def decode_batch(
         blocks = judge.blocks(active, target.logits(states.final), proposal)
         verify_s = clock.lap()
         for row, i in enumerate(active):
-            add_block(replies[i], blocks[row], proposal.length_B[row], limits[i], stop_ids)
+            append(replies[i], blocks[row], proposal.length_B[row], limits[i], stop_ids)
         if session is not None:
             session.accept(states, blocks)
             draft_s += clock.lap()

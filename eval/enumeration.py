@@ -16,9 +16,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from headstart.eval.decode import Reply, add_block
+from headstart.eval.decode import Reply
+from headstart.eval.drafters import Proposal
+from headstart.eval.early_stop import EarlyStop
+from headstart.eval.parts import SOUND, Parts
 from headstart.eval.verify import Chance, Rule, Tree, verify_tokens, verify_tree
-from headstart.heads.sampling import Sampling, filtered_probabilities
+from headstart.heads.sampling import Sampling
 
 EXACT = 1e-12  # laws closer than this are equal: what is left of float64 after some hundred sums and products
 DUST = 1e-15  # shares below this come from rounding and are no ways of their own
@@ -126,8 +129,8 @@ def plain_law(logits_VV: Tensor, sampling: Sampling) -> Tensor:
 class ToyDecoder:
     """The reference decoder on a toy: the same rules and the same bookkeeping of blocks, one request, chain drafts.
 
-    Its parts are methods, so that a fault is a class that replaces one of them (eval/faults.py). All laws are tables over
-    target ids, [V, V], by the token that stands before.
+    Laws are tables over target ids, [V, V], by the token that stands before. A fault is another rule, or another of the
+    `parts` (eval/faults.py).
     """
 
     shape = "chain"
@@ -140,46 +143,52 @@ class ToyDecoder:
         draft: str = "sampled",
         draft_length: int = 2,
         stop_ids: frozenset[int] = frozenset(),
+        parts: Parts = SOUND,
+        stop_below: float = 0.0,
     ) -> None:
+        """`stop_below` ends drafts by confidence (eval/early_stop.py), as a head does."""
         self.toy, self.rule, self.draft, self.draft_length, self.stop_ids = toy, rule, draft, draft_length, stop_ids
         self.sampling = sampling or Sampling(1.0)
-        self.target_VV = self.target_law()
+        self.parts, self.stop_below = parts, stop_below
+        self.target_VV = parts.target_law(toy.target_VV, self.sampling)
         self.drawn_VV = self.drawn_law()
-        self.judged_VV = self.judged_law()
         self._step_laws: dict[tuple[int, int], Law] = {}
-
-    def target_law(self) -> Tensor:
-        """What the rule is told the target samples by."""
-        return filtered_probabilities(self.toy.target_VV, self.sampling)
 
     def drawn_law(self) -> Tensor:
         """What drafts are drawn from; greedy ones from certainty."""
-        temperature = 0.0 if self.draft == "greedy" else self.sampling.temperature or 1.0
-        return self.toy.draft_law(temperature)
+        return self.toy.draft_law(0.0 if self.draft == "greedy" else self.draft_temperature)
 
-    def judged_law(self) -> Tensor:
-        """What the rule is told drafts are drawn from."""
-        return self.drawn_VV
+    @property
+    def draft_temperature(self) -> float:
+        """Of the law that drafts are drawn from, or whose likeliest token they are."""
+        return 1.0 if self.draft == "greedy" else self.sampling.temperature or 1.0
 
-    def propose(self, last: int, length: int, chance: Chance) -> list[int]:
+    def propose(self, last: int, length: int, chance: Chance) -> Proposal:
         """A chain of at most `length` drafts after a token."""
-        drafts: list[int] = []
-        for _ in range(length):
-            drafts.append(chance.draw(self.drawn_VV[drafts[-1] if drafts else last]))
-        return drafts
+        context = [last]
 
-    def verify(self, target_TV: Tensor, draft_KV: Tensor | None, drafts: Sequence[int], chance: Chance) -> list[int]:
-        return self.rule(target_TV, draft_KV, drafts, chance)
+        def choose(logits_1D: Tensor) -> Tensor:
+            drawn = torch.tensor([chance.draw(self.drawn_VV[context[-1]])])
+            return torch.searchsorted(self.toy.draft_ids_D, drawn)
+
+        stop = EarlyStop(choose, [length], self.stop_below, self.draft_temperature)
+        for _ in range(length):
+            index_1 = stop(self.toy.draft_VD[context[-1:]])
+            if index_1 is None:
+                break
+            context.append(int(self.toy.draft_ids_D[index_1]))
+        law_1KV = self.drawn_VV[None, context[:-1]] if self.draft == "sampled" and len(context) > 1 else None
+        return Proposal(torch.tensor([context[1:]], dtype=torch.int64), [len(context) - 1], law_1KV)
 
     def step(self, last: int, length: int, chance: Chance) -> list[int]:
         """One block: what the reference decoder does for one request in one step."""
-        drafts = self.propose(last, length, chance)
-        context = [last, *drafts]
-        draft_KV = self.judged_VV[context[:-1]] if self.draft == "sampled" and drafts else None
-        return self.verify(self.target_VV[context], draft_KV, drafts, chance)
+        proposal = self.parts.told(self.propose(last, length, chance), self.sampling)
+        drafts = proposal.tokens_BK[0, : proposal.length_B[0]].tolist()
+        draft_KV = None if proposal.law_BKV is None else proposal.law_BKV[0, : len(drafts)]
+        return self.rule(self.target_VV[[last, *drafts]], draft_KV, drafts, chance)
 
     def append(self, reply: Reply, block: list[int], drafted: int, limit: int) -> None:
-        add_block(reply, block, drafted, limit, set(self.stop_ids))
+        self.parts.append(reply, block, drafted, limit, set(self.stop_ids))
 
     def step_law(self, last: int, length: int) -> Law:
         """Probability of every block after a token."""
@@ -210,7 +219,12 @@ class ToyDecoder:
         return sum(share for block, share in self.step_law(last, 1).items() if len(block) > 1)
 
     def exact_share(self, last: int) -> float:
-        """What it should be: sum_x min(p(x), q(x)) for a draft sampled from q, so p(x) for one that is always x."""
+        """What it should be: sum_x min(p(x), q(x)) for a draft sampled from q, so p(x) for one that is always x.
+
+        Nothing, where confidence ends the draft before its first token.
+        """
+        if float(plain_law(self.toy.draft_VD, Sampling(self.draft_temperature))[last].max()) < self.stop_below:
+            return 0.0
         p_V = plain_law(self.toy.target_VV, self.sampling)[last]
         return float(torch.minimum(p_V, self.drawn_VV[last]).sum())
 
@@ -228,7 +242,7 @@ class TreeDecoder(ToyDecoder):
         for node, parent in enumerate(tree.parents[1:], 1):
             taken = [tokens[sibling] for sibling in tree.children(parent) if sibling < node]
             tokens.append(self.child(tokens[parent], taken, chance))
-        draft_NV = self.judged_VV[tokens] if self.draft == "sampled" else None
+        draft_NV = self.drawn_VV[tokens] if self.draft == "sampled" else None
         return self.verify_nodes(self.target_VV[tokens], tree, tokens, draft_NV, chance)
 
     def child(self, parent: int, taken: list[int], chance: Chance) -> int:

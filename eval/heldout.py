@@ -17,6 +17,8 @@ from headstart.heads.intervals import interval_text
 from headstart.heads.paths import Path
 from headstart.heads.store import hash_json
 
+PREVIOUS = "previous"  # the head in use so far, as a drafter
+
 
 def check_paths(paths: Sequence[Path]) -> None:
     if not paths:
@@ -74,15 +76,18 @@ def head_acceptance(subject: Subject) -> dict[str, list[ReplyAcceptance]]:
 
 
 def measure_acceptance(
-    subject: Subject, replies: Mapping[str, list[ReplyAcceptance]]
+    subject: Subject,
+    replies: Mapping[str, list[ReplyAcceptance]],
+    previous: Mapping[str, list[ReplyAcceptance]] | None = None,
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Offline rows of the head and of lookup, and the rows of prompts.json they are sums of.
+    """Offline rows of the head, of the previous one and of lookup, and the rows of prompts.json they are sums of.
 
     Every draft length has a row over all prompts, one for each route, and one for each bucket of prompt lengths.
     """
     paths, settings = subject.paths, subject.settings
     longest = max(settings.draft_lengths)
     sources = [(subject.head.kind, draft, found) for draft, found in replies.items()]
+    sources += [(PREVIOUS, draft, found) for draft, found in (previous or {}).items()]
     if settings.ngram:
         sources.append(("ngram", "greedy", ngram_acceptance(paths, longest)))
         sources.append(("suffix", "greedy", lookup_acceptance(paths, longest, SuffixDrafter())))

@@ -72,8 +72,12 @@ class SampledJudge:
         self.sampling, self.sampled_drafts, self.draft_length = sampling, sampled_drafts, draft_length
         self.rule, self.chances = rule, chances
 
+    def target_law(self, logits: Tensor) -> Tensor:
+        """What the target samples by [.., V], on the CPU."""
+        return filtered_probabilities(logits, self.sampling).cpu()
+
     def first_tokens(self, logits_BV: Tensor) -> list[int]:
-        law_BV = filtered_probabilities(logits_BV, self.sampling).cpu()
+        law_BV = self.target_law(logits_BV)
         return [chance.draw(law_V) for chance, law_V in zip(self.chances, law_BV, strict=True)]
 
     def propose(self, session: Session, active: list[int], length_B: list[int]) -> Proposal:
@@ -88,7 +92,7 @@ class SampledJudge:
         return session.sample(length_B, DraftSampler(self.sampling.temperature, np.stack(rows)))
 
     def blocks(self, active: list[int], logits_BTV: Tensor, proposal: Proposal) -> list[list[int]]:
-        target_BTV = filtered_probabilities(logits_BTV, self.sampling).cpu()
+        target_BTV = self.target_law(logits_BTV)
         draft_BKV = None if proposal.law_BKV is None else proposal.law_BKV.cpu()
         tokens = proposal.tokens_BK.tolist()
         return [
@@ -103,15 +107,19 @@ class SampledJudge:
 
 
 def new_judge(
-    sampling: Sampling, draft: str, draft_length: int, rule: str | Rule, verify: VerifyRule, chances: list[Uniforms]
+    sampling: Sampling,
+    draft: str,
+    draft_length: int,
+    rule: str | Rule,
+    verify: VerifyRule,
+    chances: list[Uniforms],
+    sampled: Callable[..., SampledJudge] = SampledJudge,
 ) -> Judge:
-    """The judge of one batch; `chances` are those of its requests."""
+    """The judge of one batch; `chances` are those of its requests, `sampled` makes it above temperature 0."""
     if draft not in ("greedy", "sampled"):
         raise ValueError(f"draft is {draft!r}, expected greedy or sampled")
     if sampling.temperature == 0:
         return GreedyJudge(verify)
     if verify is not verify_greedy:
         raise ValueError("verify judges greedy drafts at temperature 0; above it, rule does")
-    return SampledJudge(
-        sampling, draft == "sampled", draft_length, RULES[rule] if isinstance(rule, str) else rule, chances
-    )
+    return sampled(sampling, draft == "sampled", draft_length, RULES[rule] if isinstance(rule, str) else rule, chances)

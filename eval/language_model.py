@@ -12,6 +12,7 @@ from torch import Tensor
 
 from headstart.eval.acceptance import ReplyAcceptance
 from headstart.eval.drafters import DraftSampler, Proposal, padded
+from headstart.eval.early_stop import EarlyStop
 from headstart.eval.target_law import TargetLaw
 from headstart.heads.contract import Sampler, greedy
 from headstart.heads.errors import WrongInput
@@ -28,8 +29,8 @@ class LanguageModelDrafter:
 
     name = "draft"
 
-    def __init__(self, model: Target, target: TargetFacts) -> None:
-        """`model` is the small one, `target` the facts of the model it drafts for.
+    def __init__(self, model: Target, target: TargetFacts, stop_below: float = 0.0) -> None:
+        """`model` is the small one, `target` the facts of the model it drafts for; `stop_below` as in `HeadDrafter`.
 
         Raises:
             WrongInput: a model that has no row for some of the target's tokens.
@@ -39,7 +40,7 @@ class LanguageModelDrafter:
                 f"draft model {model.facts.name}: found {model.facts.vocab_size} rows in its embedding, expected at least "
                 f"{target.num_tokens}, the tokens of {target.name}.\nChoose a draft model with the target's tokenizer."
             )
-        self.model = model
+        self.model, self.stop_below = model, stop_below
         self.vocab_size = target.vocab_size
         self.num_tokens = min(target.num_tokens, model.facts.num_tokens)
         # A draft is made from the last emitted token's own position, one later than a head's first slot.
@@ -85,12 +86,15 @@ class LanguageModelSession:
         self.num_drafts_read = [0] * len(texts)  # drafts of the last proposal that lie behind them
 
     def propose(self, length_B: list[int]) -> Proposal:
-        return Proposal(self._draft(length_B, greedy), length_B)
+        stop = EarlyStop(greedy, length_B, self.drafter.stop_below)
+        return Proposal(self._draft(length_B, stop), stop.length_B)
 
     def sample(self, length_B: list[int], sampler: DraftSampler) -> Proposal:
-        tokens_BK = self._draft(length_B, sampler)
+        stop = EarlyStop(sampler, length_B, self.drafter.stop_below, sampler.temperature)
+        tokens_BK = self._draft(length_B, stop)
         ids_W = torch.arange(self.drafter.num_tokens, device=tokens_BK.device)
-        return Proposal(tokens_BK, length_B, sampler.law_BKV(ids_W, self.drafter.vocab_size))
+        law_BKV = sampler.law_BKV(ids_W, self.drafter.vocab_size) if tokens_BK.shape[1] else None
+        return Proposal(tokens_BK, stop.length_B, law_BKV)
 
     def accept(self, states: States, blocks: list[list[int]]) -> None:
         for row, block in enumerate(blocks):

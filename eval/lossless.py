@@ -25,6 +25,7 @@ from headstart.eval.decode import decode
 from headstart.eval.drafters import Drafter, HeadDrafter
 from headstart.eval.enumeration import SAMPLERS, Toy, ToyDecoder, TreeDecoder, compare
 from headstart.eval.law_tests import LEVEL, MIN_EXPECTED, chi_square, chi_square_p, martingale, surprise
+from headstart.eval.parts import SOUND, Parts
 from headstart.eval.settings import EvalSettings
 from headstart.eval.verify import RULES, Rule, verify_tokens
 from headstart.heads.contract import Head
@@ -94,6 +95,7 @@ class Speculation:
     rule: str | Rule = "tokens"
     batch: int = 8
     seed: int = 0
+    parts: Parts = SOUND
 
     def replies(self, names: Sequence[str], prompts: Sequence[list[int]], max_new_tokens: int) -> list[list[int]]:
         """One reply a prompt; the random numbers of each belong to its name."""
@@ -109,6 +111,8 @@ class Speculation:
             rule=self.rule,
             seed=self.seed,
             request_ids=names,
+            judge_kind=self.parts.judge,
+            append=self.parts.append,
         )
         return [reply.token_ids for reply in replies]
 
@@ -122,7 +126,7 @@ class Speculation:
             draft_length=self.draft_length if self.drafter else 0,
             batch=self.batch,
             drafter=self.drafter.name if self.drafter else "plain",
-            rule=self.rule if isinstance(self.rule, str) else self.rule.__name__,
+            rule=self.rule if isinstance(self.rule, str) else getattr(self.rule, "__name__", type(self.rule).__name__),
             **values,
         )
 
@@ -173,6 +177,18 @@ def count_cells(replies: Sequence[Sequence[int]], cells: dict[Cell, float]) -> n
     return np.array([counts[cell] for cell in cells], dtype=float)
 
 
+def num_wrong_ends(
+    way: Speculation, prompts: Sequence[list[int]], replies: Sequence[list[int]], max_new_tokens: int
+) -> int:
+    """Replies that end elsewhere than at their first stop token, the token limit or the end of the context."""
+    stops, context = set(way.target.facts.stop_ids), way.target.facts.max_position
+    wrong = 0
+    for prompt, reply in zip(prompts, replies, strict=True):
+        most = min(max_new_tokens, context - len(prompt))
+        wrong += any(token in stops for token in reply[:-1]) or (len(reply) < most and reply[-1] not in stops)
+    return wrong
+
+
 def first_tokens_check(
     way: Speculation, prompts: Sequence[list[int]], num_samples: int, num_tokens: int = NUM_FIRST_TOKENS
 ) -> dict[str, Any]:
@@ -184,7 +200,7 @@ def first_tokens_check(
     """
     each = max(num_samples // len(prompts), 1)
     stop_ids = way.target.facts.stop_ids
-    statistic, dof, largest, total = 0.0, 0, 0.0, 0
+    statistic, dof, largest, total, num_impossible = 0.0, 0, 0.0, 0, 0
     for i, prompt in enumerate(prompts):
 
         @torch.inference_mode()
@@ -203,7 +219,8 @@ def first_tokens_check(
         statistic, dof = statistic + float(value), dof + more
         largest = max(largest, float(np.abs(observed_C - expected_C).max()) / each)
         total += sum(len(reply) for reply in replies)
-    p_value = float(chi_square_p(statistic, dof))
+        num_impossible += num_wrong_ends(way, [prompt] * each, replies, num_tokens)
+    p_value = 0.0 if num_impossible else float(chi_square_p(statistic, dof))
     return way.entry(
         "first_tokens",
         num_samples=each * len(prompts),
@@ -213,15 +230,19 @@ def first_tokens_check(
         max_difference=largest,
         passed=p_value >= LEVEL,
         dof=dof,
+        num_impossible=num_impossible,
     )
 
 
 def martingale_check(
     way: Speculation, names: Sequence[str], prompts: Sequence[list[int]], max_new_tokens: int
 ) -> dict[str, Any]:
-    """Excess surprise of whole sampled replies, scored again by the plain target, against its normal law."""
+    """Excess surprise of whole sampled replies, scored again by the plain target, against its normal law.
+
+    `num_impossible` counts tokens that the target cannot say, and replies that end where it does not.
+    """
     replies = way.replies(names, prompts, max_new_tokens)
-    excess, variance, num_impossible = 0.0, 0.0, 0
+    excess, variance, num_impossible = 0.0, 0.0, num_wrong_ends(way, prompts, replies, max_new_tokens)
     for law_NV, token_N, edge_N in scored_tokens(way.target, prompts, replies, way.sampling):
         excess_N, variance_N = surprise(law_NV, token_N)
         impossible_N = excess_N.isinf()

@@ -23,13 +23,14 @@ from headstart.eval.acceptance import (
 )
 from headstart.eval.calibration import calibration_entries
 from headstart.eval.calibration_text import calibration_text
-from headstart.eval.faults import prove
 from headstart.eval.gate import SCHEMAS, of_checkpoint, read_evals, same_checkpoint
-from headstart.eval.heldout import check_paths, head_acceptance, measure_acceptance, measure_setting
+from headstart.eval.heldout import PREVIOUS, check_paths, head_acceptance, measure_acceptance, measure_setting
 from headstart.eval.identity import overall_verdict
 from headstart.eval.live import measure_live
 from headstart.eval.lossless import certificate
+from headstart.eval.previous import compared, previous_acceptance
 from headstart.eval.prompt_sums import write_sums
+from headstart.eval.proof import prove
 from headstart.eval.sampled_live import measure_sampled_live
 from headstart.eval.settings import EvalSettings
 from headstart.eval.speed import (
@@ -61,6 +62,7 @@ def evaluate(
     folder: FilePath,
     *,
     parts: Sequence[str] = (),
+    previous: FilePath | None = None,
     prompts_name: str = "heldout",
     routes: Sequence[str] = (),
     max_new_tokens: int = 0,
@@ -76,6 +78,7 @@ def evaluate(
         parts: of `live`, `lossless`, `speed`: what is measured beside offline acceptance, or `offline` for nothing else.
             None named means all; greedy replies then have their identity alone, without the certificate that `lossless`
             names. `prove` adds the seeded faults to catch.
+        previous: checkpoint folder of a head that is measured on the same replies and compared with.
         routes: routes that prompts carry; one without held-out replies is shown as empty.
         max_new_tokens: the limit of the recorded replies; 0 takes the longest.
         others: replies to the same prompts at other sampling settings, one list a setting: their rows stand beside the
@@ -86,7 +89,7 @@ def evaluate(
         not exist.
 
     Raises:
-        WrongInput: no paths, or paths of several sampling settings.
+        WrongInput: no paths, paths of several sampling settings, or a previous head of another target.
     """
     check_paths(paths)
     wanted = set(parts) or {"live", "lossless", "speed"}
@@ -98,9 +101,14 @@ def evaluate(
 
     replies = head_acceptance(subject)
     names = identity_of(head_folder, target, subject.paths, prompts_name)
-    rows, sums = measure_acceptance(subject, replies)
+    old = {} if previous is None else previous_acceptance(subject, previous)
+    rows, sums = measure_acceptance(subject, replies, old)
     limit = max_new_tokens or names["prompts"]["max_new_tokens"]
     extra: dict[str, Any] = {"repeated_8grams": repeated_ngrams(subject.paths)}
+    if previous is not None:
+        extra["previous"] = compared(subject, previous, replies["greedy"], old["greedy"])
+        for row in (*rows, *sums):
+            row.update({"checkpoint": extra["previous"]["checkpoint"]} if row["drafter"] == PREVIOUS else {})
     checks: list[dict[str, Any]] = []
     if greedy and wanted & {"live", "lossless"}:
         live_rows, checks, extra["live_agreement"] = measure_live(subject, replies["greedy"])

@@ -22,6 +22,7 @@ from headstart.eval.summary import (
     near_ties_text,
     number_text,
     plain_below_generate,
+    previous_text,
     recommended_text,
     route_table,
     routes_lost_to_ngram,
@@ -166,6 +167,9 @@ def acceptance_part(acceptance: dict[str, Any]) -> str:
         "`product of marginals` 1 + the products of each depth's own mean acceptance over them. Both let drafting start "
         "anywhere; real steps begin where the last draft failed, so they report too much."
     )
+    if found := acceptance.get("previous"):
+        line = previous_text(found)
+        text += f"\n\n{line[0].upper()}{line[1:]}."
     agreed = acceptance.get("live_agreement")
     if agreed and "num_equal" not in agreed:
         line = agreement_text(agreed)

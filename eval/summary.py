@@ -120,6 +120,8 @@ def acceptance_text(acceptance: dict[str, Any], draft_length: int, speed: dict[s
     header, lines = temperature_table(acceptance, draft_length)
     if lines:
         parts += ["", f"by temperature, draft length {draft_length}", table(header, lines)]
+    if acceptance.get("previous"):
+        parts.append(previous_text(acceptance["previous"]))
     if acceptance.get("live_agreement"):
         parts.append(agreement_text(acceptance["live_agreement"]))
     return "\n".join(parts)
@@ -200,6 +202,16 @@ def context_table(
             ]
         )
     return ["prompt tokens", "prompts", "tokens", kind, "ngram", "predicted speedup"], lines
+
+
+def previous_text(found: dict[str, Any]) -> str:
+    """One line: the new head against the one in use so far."""
+    p = "" if found["p"] is None else f", p = {found['p']:.4f}"
+    return (
+        f"against the previous head (step {found['checkpoint']['step']}, {found['checkpoint']['sha256'][:12]}), draft "
+        f"length {found['draft_length']}: {number_text(found['accept_len'], 2)} against "
+        f"{number_text(found['previous_accept_len'], 2)}, ratio {interval_text(found['ratio'], 3)}{p}: {found['verdict']}"
+    )
 
 
 def agreement_text(agreed: dict[str, Any]) -> str:

@@ -67,19 +67,10 @@ def load_head(folder: Path, target: Any, check_fingerprint: bool = True) -> Head
         WrongInput: no head there, an unknown kind, tensors missing or left over, a vocabulary map that is not the recorded
             one, or a target other than the one the head was trained for.
     """
-    if not (folder / DESCRIPTION).exists() or not (folder / WEIGHTS).exists():
-        raise WrongInput(f"{folder}: found no head ({DESCRIPTION} and {WEIGHTS}). Give a run or a checkpoint folder.")
-    description = read_json(folder / DESCRIPTION, HEAD_SCHEMA)
-    if description["kind"] not in KINDS:
-        raise WrongInput(f"{folder}: head kind {description['kind']!r}; this version knows {', '.join(KINDS)}.")
+    description = read_description(folder)
+    if check_fingerprint:
+        check_target(folder, target.facts)
     facts = TargetFacts.from_dict(description["target"])
-    if check_fingerprint and facts.fingerprint != target.facts.fingerprint:
-        ours, theirs = facts.fingerprint, target.facts.fingerprint
-        differing = [k for k in sorted({*ours, *theirs}) if ours.get(k) != theirs.get(k)]
-        raise WrongInput(
-            f"{folder}: trained for target {facts.name!r}, but {target.facts.name!r} differs in {', '.join(differing)}. "
-            "A head accepts well only on the target it was trained for: load that one, or train again."
-        )
     tensors = read_tensors(folder / WEIGHTS)
     draft_ids_V = tensors.pop("draft_ids", torch.empty(0, dtype=torch.int64))
     if hash_ids(draft_ids_V.numpy()) != description["draft_ids_sha256"]:
@@ -95,6 +86,36 @@ def load_head(folder: Path, target: Any, check_fingerprint: bool = True) -> Head
             parameter.copy_(tensors[name])
     head.load_target(target, initialise=False)
     return head
+
+
+def read_description(folder: Path) -> dict[str, Any]:
+    """head.json of a saved head.
+
+    Raises:
+        WrongInput: no head there, or one of an unknown kind.
+    """
+    if not (folder / DESCRIPTION).exists() or not (folder / WEIGHTS).exists():
+        raise WrongInput(f"{folder}: found no head ({DESCRIPTION} and {WEIGHTS}). Give a run or a checkpoint folder.")
+    description: dict[str, Any] = read_json(folder / DESCRIPTION, HEAD_SCHEMA)
+    if description["kind"] not in KINDS:
+        raise WrongInput(f"{folder}: head kind {description['kind']!r}; this version knows {', '.join(KINDS)}.")
+    return description
+
+
+def check_target(folder: Path, facts: TargetFacts) -> None:
+    """Refuse a saved head that was trained for another target; no tensor is read.
+
+    Raises:
+        WrongInput: naming what differs; also as `read_description`.
+    """
+    trained = TargetFacts.from_dict(read_description(folder)["target"])
+    ours, theirs = trained.fingerprint, facts.fingerprint
+    differing = [k for k in sorted({*ours, *theirs}) if ours.get(k) != theirs.get(k)]
+    if differing:
+        raise WrongInput(
+            f"{folder}: trained for target {trained.name!r}, but {facts.name!r} differs in {', '.join(differing)}. "
+            "A head accepts well only on the target it was trained for: load that one, or train again."
+        )
 
 
 def read_tensors(file: Path) -> dict[str, torch.Tensor]:

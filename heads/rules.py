@@ -52,6 +52,8 @@ class RecipePath:
 
     def resolve(self, text: str, base: Path) -> str:
         """Absolute if it exists beside the recipe or can only be a path; otherwise a name, kept as it is."""
+        if not text:
+            return text
         path = Path(text).expanduser()
         candidate = (base / path).resolve()
         only_a_path = text.startswith(("/", "./", "../", "~")) or path.suffix in (".jsonl", ".json", ".parquet")

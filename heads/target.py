@@ -4,6 +4,7 @@ Tap L is the residual stream after L decoder layers (0 is the embedding, N is be
 input of the output head.
 """
 
+import copy
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path as FilePath
@@ -130,6 +131,18 @@ class Target:
         logits_NV = self._output(functional.pad(rows_NH, (0, 0, 0, pad)) if pad else rows_NH)[: len(rows_NH)].float()
         logits_NV[:, self.facts.num_tokens :] = -torch.inf
         return logits_NV.view(*final.shape[:-1], -1)
+
+    def with_taps(self, taps: list[int]) -> "Target":
+        """The same model and weights, returning other taps."""
+        other = copy.copy(self)
+        other.taps, other._tap_states = taps, {}
+        if self._direct is not None:
+            other._direct = copy.copy(self._direct)
+            other._direct.taps = taps
+        else:
+            for tap in taps:
+                other._hook(tap)
+        return other
 
     def embedding_weight(self) -> Tensor:
         """The [V, H] input embedding."""

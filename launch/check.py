@@ -12,6 +12,7 @@ from headstart.heads.paths import Prompt
 from headstart.heads.target import TargetLoader
 from headstart.heads.target_facts import check_taps
 from headstart.heads.vocabulary import always_drafted
+from headstart.launch.previous import previous_folder
 from headstart.launch.recipe import describe, place_of
 from headstart.launch.schema import Problem
 from headstart.launch.settings import Recipe
@@ -50,6 +51,8 @@ def check_recipe(recipe: Recipe, path: Path, overrides: list[str], render: bool 
         attempt(found, "head.taps", lambda: check_taps(recipe.target.model, taps, target.facts.num_layers))
         target.taps = taps
         found += target_problems(recipe, target)
+        facts, root = target.facts, Path(recipe.run.root).expanduser()
+        attempt(found, "eval.previous", lambda: previous_folder(recipe.eval.previous, root, facts))
         if prompts is not None and render and target.tokenizer.chat_template:
             lengths = attempt(found, "prompts.sources", lambda: prompt_lengths(target, prompts.prompts)) or {}
             found += length_problems(recipe, prompts.prompts, lengths)

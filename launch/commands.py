@@ -7,12 +7,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from headstart.heads.card import RECORD, RECORD_SCHEMA
 from headstart.heads.errors import WrongInput
-from headstart.heads.store import read_json, remove_leftovers
+from headstart.heads.store import remove_leftovers
 from headstart.launch.processes import find_processes
 from headstart.launch.recipe import dump_recipe, find_recipe, load_recipe
-from headstart.launch.run import RunFolder, find_run, locked
+from headstart.launch.run import RunFolder, exported_checkpoint, find_run, locked
 from headstart.launch.settings import Recipe
 from headstart.launch.threads import apply_threads, choose_threads
 
@@ -110,14 +109,11 @@ def measured_head(text: str, draft_length: int | None = None, draft: str = "gree
 
     run, named = find_run(text)
     label = f"{run.name}/{named}" if named else run.name
-    record = run.folder / "export" / Path(text).name / RECORD
-    checkpoint = None
+    checkpoint = exported_checkpoint(run, text)
     if named:
         from headstart.heads.checkpoint import checkpoint_identity
 
         checkpoint = checkpoint_identity(run.checkpoints / named)
-    elif Path(text).parent.name == "export" and record.exists():
-        checkpoint = read_json(record, RECORD_SCHEMA)["checkpoint"]
     return read_sums(run.folder, checkpoint, label, draft_length, draft)
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from headstart import __version__
+from headstart.heads.card import RECORD, RECORD_SCHEMA
 from headstart.heads.errors import GateFailed, TrainingFailed, WrongInput
 from headstart.heads.store import atomic_path, hash_json, read_json, versions, write_json
 from headstart.launch.schema import nearest
@@ -220,6 +221,15 @@ def find_run(text: str, root: Path = Path("runs")) -> tuple[RunFolder, str | Non
         f"{text}: found no run there, expected a run's name or folder, or a checkpoint or export folder in it.\n"
         f"{hint}`headstart ls runs` lists the runs in {root}."
     )
+
+
+def exported_checkpoint(run: RunFolder, text: str) -> dict[str, Any] | None:
+    """Identity of the checkpoint that an export folder was made from; None where `text` names no export folder."""
+    record = run.folder / "export" / Path(text).name / RECORD
+    if Path(text).parent.name != "export" or not record.exists():
+        return None
+    identity: dict[str, Any] = read_json(record, RECORD_SCHEMA)["checkpoint"]
+    return identity
 
 
 def run_folders(root: Path) -> list[Path]:

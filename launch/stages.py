@@ -37,6 +37,7 @@ from headstart.heads.store import (
 from headstart.heads.target import Target, TargetLoader, choose_device
 from headstart.heads.vocabulary import choose_draft_vocabulary, coverage
 from headstart.launch.export_gate import checkpoint_folder, export_head
+from headstart.launch.previous import previous_folder
 from headstart.launch.run import RunFolder, locked
 from headstart.launch.settings import Recipe
 from headstart.trainer.data import EvaluationRows, TrainingRows
@@ -181,8 +182,10 @@ def run_measurements(recipe: Recipe, run: RunFolder, targets: TargetLoader) -> N
 def eval_inputs(recipe: Recipe, run: RunFolder, targets: TargetLoader) -> dict[str, Any]:
     """What decides the figures of `best`: also the machine, its threads and versions, for they are timed."""
     checkpoint = checkpoint_identity(checkpoint_folder(run.folder, "best"))
+    previous = previous_folder(recipe.eval.previous, run.root, targets.facts)
     settings = {
         **asdict(recipe.eval),
+        "previous": None if previous is None else checkpoint_identity(previous),
         "seed": recipe.run.seed,
         "hardware": hardware(choose_device(recipe.target.device)),
         "threads": torch.get_num_threads(),
@@ -208,6 +211,7 @@ def measure_head(
         recipe.eval,
         run.eval,
         parts=parts,
+        previous=previous_folder(recipe.eval.previous, run.root, targets.facts),
         prompts_name="heldout",
         routes=sorted({prompt.route for prompt in read_prompts(run.folder / "prompts")}),
         max_new_tokens=recipe.traffic.max_new_tokens,

@@ -190,7 +190,7 @@ LOSSLESS = {
     "target": TARGET,
     "verdict": ("lossless", "lossy", "inconclusive"),
     "checks": [CHECK],
-    "faults": [{"name": str, "caught_by": TEXT_OR_NULL, "p_value": NUMBER_OR_NULL}],
+    "faults": [{"name": str, "caught_by": TEXT_OR_NULL, "p_value": NUMBER_OR_NULL, "target": ("tiny", "toy")}],
 }
 MANIFEST = {
     "schema": ("headstart.manifest/1",),

@@ -80,14 +80,3 @@ def random_model(target, num_layers=1, vocab_size=504, num_tokens=None, seed=0):
                 parameter.mul_(10)  # peaked enough to have opinions
     facts = replace(target.facts, num_layers=num_layers, vocab_size=vocab_size, num_tokens=num_tokens or 500)
     return Target(model, target.tokenizer, facts, taps=[0])
-
-
-def noisy_model(target, noise=0.05, seed=0):
-    """A model that often agrees with the target: its weights with noise, as a share of their size."""
-    model = copy.deepcopy(target.model)
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() == 2:
-                parameter += noise * parameter.std() * torch.randn(parameter.shape, generator=generator)
-    return Target(model, target.tokenizer, target.facts, taps=[0])

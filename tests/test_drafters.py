@@ -18,11 +18,12 @@ from headstart.eval.drafters import (
     lookup_acceptance,
 )
 from headstart.eval.language_model import LanguageModelDrafter, language_model_acceptance
+from headstart.eval.proof import noisy_model
 from headstart.heads.batch import pack
 from headstart.heads.errors import WrongInput
 from headstart.heads.sampling import Sampling
 from headstart.heads.target import Target
-from tests.small_decoding import NO_STOP, make_path, make_prompts, noisy_model, random_model, untrained_head
+from tests.small_decoding import NO_STOP, make_path, make_prompts, random_model, untrained_head
 
 
 @pytest.fixture(scope="module")

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from headstart.eval.decode import Reply
+from headstart.eval.drafters import Proposal
 from headstart.eval.enumeration import (
     EXACT,
     SAMPLERS,
@@ -20,8 +21,9 @@ from headstart.eval.enumeration import (
     plain_law,
     target_law,
 )
-from headstart.eval.faults import LooksAtTheToken, PlainRule
+from headstart.eval.faults import PlainRule
 from headstart.eval.law_tests import LEVEL, chi_square, chi_square_p
+from headstart.eval.parts import Parts
 from headstart.eval.verify import RULES, Uniforms, verify_tokens
 from headstart.heads.sampling import Sampling, filtered_probabilities
 
@@ -80,9 +82,22 @@ def test_draft_length_3_is_exact_over_three_blocks(rule, draft):
     assert compare(decoder, num_tokens=6).exact
 
 
+@pytest.mark.parametrize("sampling", SAMPLERS[:5], ids=str)
+@pytest.mark.parametrize("draft", ["greedy", "sampled"])
+@pytest.mark.parametrize("rule", RULES)
+def test_a_draft_that_stops_by_confidence_is_exact(rule, draft, sampling):
+    toy = TOYS["mapped"]
+    decoder = ToyDecoder(toy, RULES[rule], sampling, draft, draft_length=3, stop_below=0.45)
+    lengths = [{len(block) for block in decoder.step_law(last, 3)} for last in range(4)]
+    assert len({max(held) for held in lengths}) > 1  # some drafts go on further than others
+    found = compare(decoder, num_tokens=4)
+    assert found.law <= EXACT
+    assert found.acceptance <= EXACT
+
+
 @pytest.mark.parametrize("sampling", SAMPLERS, ids=str)
 def test_the_rule_in_three_plain_lines_is_the_same_rule(sampling):
-    plain, served = (kind(TOYS["mapped"], sampling=sampling, draft_length=2) for kind in (PlainRule, ToyDecoder))
+    plain, served = (ToyDecoder(TOYS["mapped"], rule, sampling) for rule in (PlainRule(), verify_tokens))
     for last in range(4):
         assert largest_difference(plain.step_law(last, 2), served.step_law(last, 2)) < 1e-14
 
@@ -94,23 +109,22 @@ def test_greedy_drafts_are_judged_as_certain():
         assert decoder.emitted_law(0, 1) == pytest.approx({(0,): 0.51, (1,): 0.49}, abs=1e-15)
         assert compare(decoder).exact
 
-    class JudgedAsSampled(ToyDecoder):
-        def verify(self, target_TV, draft_KV, drafts, chance):
-            return self.rule(target_TV, self.toy.draft_law(1.0)[: len(drafts)], drafts, chance)
+    def judged_as_sampled(target_TV, draft_KV, drafts, chance):
+        return verify_tokens(target_TV, toy.draft_law(1.0)[: len(drafts)], drafts, chance)
 
-    wrong = JudgedAsSampled(toy, draft="greedy", draft_length=1)
+    wrong = ToyDecoder(toy, judged_as_sampled, draft="greedy", draft_length=1)
     assert wrong.emitted_law(0, 1) == pytest.approx({(0,): 1.0})
 
 
 def test_looking_at_the_token_before_choosing_the_draft_length_favours_it():
     """The counter-example of DSpark's appendix A: p = (0.7, 0.3), q = (0.5, 0.5), token 1 is not verified."""
 
-    class StopsBeforeTokenOne(LooksAtTheToken):
-        def propose(self, last, length, chance):
-            drafts = ToyDecoder.propose(self, last, length, chance)
-            return drafts[: drafts.index(1)] if 1 in drafts else drafts
+    def stops_before_token_one(proposal, sampling):
+        drafts = proposal.tokens_BK[0].tolist()
+        return Proposal(proposal.tokens_BK, [(drafts + [1]).index(1)], proposal.law_BKV)
 
-    wrong = StopsBeforeTokenOne(toy_of((0.7, 0.3), (0.5, 0.5)), draft_length=1)
+    parts = Parts(told=stops_before_token_one)
+    wrong = ToyDecoder(toy_of((0.7, 0.3), (0.5, 0.5)), draft_length=1, parts=parts)
     assert wrong.emitted_law(0, 1) == pytest.approx({(0,): 0.85, (1,): 0.15})
 
 

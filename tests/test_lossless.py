@@ -10,15 +10,7 @@ import torch
 from headstart.eval.decode import decode
 from headstart.eval.drafters import HeadDrafter
 from headstart.eval.enumeration import Toy, ToyDecoder, plain_law
-from headstart.eval.faults import (
-    FAULTS,
-    STALE_CACHE,
-    RejectedDrafter,
-    StaleCache,
-    false_alarms,
-    prove,
-    replaced_cache,
-)
+from headstart.eval.faults import FAULTS, STALE_CACHE, RejectedDrafter, StaleCache
 from headstart.eval.gate import failures
 from headstart.eval.identity import Rescorer, identity_check, overall_verdict
 from headstart.eval.law_tests import (
@@ -30,8 +22,17 @@ from headstart.eval.law_tests import (
     pool_cells,
     surprise,
 )
-from headstart.eval.lossless import REST, Speculation, count_cells, expected_cells, first_tokens_check, martingale_check
+from headstart.eval.lossless import (
+    REST,
+    Speculation,
+    count_cells,
+    expected_cells,
+    first_tokens_check,
+    martingale_check,
+    num_wrong_ends,
+)
 from headstart.eval.measure import evaluate
+from headstart.eval.proof import false_alarms, prove, replaced_cache
 from headstart.eval.settings import EvalSettings
 from headstart.eval.toy_samples import long_replies
 from headstart.heads.checkpoint import save_head
@@ -157,6 +158,7 @@ def test_every_seeded_fault_is_caught_and_no_sound_decoder_is(proof):
     faults, problems = proof
     assert problems == []
     assert {fault["name"] for fault in faults} == {case.name for case in FAULTS} | {STALE_CACHE}
+    on_tiny = {fault["name"] for fault in faults if fault["target"] == "tiny"}
     assert {
         "accept_if_in_top_p",
         "typical_acceptance",
@@ -169,21 +171,22 @@ def test_every_seeded_fault_is_caught_and_no_sound_decoder_is(proof):
         "top_p_not_renormalised",
         "temperature_on_one_side",
         "stop_token_skipped",
-        "tree_siblings_judged_alone",
-    } <= {fault["name"] for fault in faults}
+    } <= on_tiny
+    assert {fault["name"] for fault in faults} - on_tiny == {"tree_siblings_judged_alone", "draft_law_lost"}
     assert all(fault["stands_for"] for fault in faults)
 
 
-def test_wrong_laws_are_caught_by_samples_too(proof):
+def test_wrong_laws_are_caught_on_the_toy_too(proof):
     faults = {fault["name"]: fault for fault in proof[0]}
     for name, fault in faults.items():
+        caught = {*fault["also_caught_by"], f"{fault['caught_by']} on {fault['target']}"}
         if name == "draft_law_lost":  # the output is right: only the drafts that it wastes give it away
             assert fault["max_difference"] < 1e-12
             assert fault["acceptance_difference"] > 0.05
         elif name != STALE_CACHE:
             assert fault["max_difference"] > 1e-3
             assert fault["p_value"] < LEVEL, name
-            assert "first_tokens" in fault["also_caught_by"], name
+            assert {"enumeration on toy", "first_tokens on toy"} <= caught, name
 
 
 def test_the_stale_cache_is_wrong_behind_rejected_drafts_only(tiny_target):
@@ -272,6 +275,13 @@ def test_the_certificate_of_sampled_replies_is_conclusive(tiny_target, recorded,
     assert all(check["num_tokens"] == 0 for check in enumerated)  # a toy says nothing about this head's replies
     assert "seeded faults" not in told[-1]
     assert "enumeration: " in told[-1]
+
+
+def test_replies_that_do_not_end_at_their_first_stop_token_are_seen(tiny_target, head):
+    stops = tuple(tiny_target.facts.stop_ids)
+    way_ = way(tiny_target, head)
+    for reply, wrong in (([5, 6, 7, 8], 0), ([5, *stops[:1]], 0), ([5, *stops[:1], 6, 7], 1), ([5, 6], 1)):
+        assert num_wrong_ends(way_, [[1, 2]], [reply], 4) == wrong
 
 
 # Cases.

@@ -14,13 +14,14 @@ from headstart.eval.calibration import stopped
 from headstart.eval.decode import decode, live_counts
 from headstart.eval.drafters import HeadDrafter, NgramDrafter, SuffixDrafter, lookup_acceptance
 from headstart.eval.language_model import LanguageModelDrafter, language_model_acceptance
+from headstart.eval.proof import noisy_model
 from headstart.eval.target_law import TargetLaw
 from headstart.heads.batch import pack
 from headstart.heads.errors import WrongInput
 from headstart.heads.sampling import Sampling
 from headstart.heads.target import Target
 from tests.scripted import ScriptedDrafter, scripted_acceptance
-from tests.small_decoding import NO_STOP, continuations, fitted_head, make_path, make_prompts, noisy_model
+from tests.small_decoding import NO_STOP, continuations, fitted_head, make_path, make_prompts
 
 NUM_PROMPTS = 96
 NUM_NEW = 20

@@ -9,16 +9,10 @@ import torch
 from headstart.eval.decode import decode, live_counts
 from headstart.eval.drafters import HeadDrafter, NgramDrafter, SuffixDrafter
 from headstart.eval.language_model import LanguageModelDrafter
+from headstart.eval.proof import noisy_model
 from headstart.heads.sampling import Sampling, filtered_probabilities
 from tests.scripted import ScriptedDrafter
-from tests.small_decoding import (
-    NO_STOP,
-    continuations,
-    make_prompts,
-    noisy_model,
-    random_model,
-    untrained_head,
-)
+from tests.small_decoding import NO_STOP, continuations, make_prompts, random_model, untrained_head
 
 RULES = ("tokens", "blocks")
 DRAFTS = ("greedy", "sampled")

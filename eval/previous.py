@@ -1,0 +1,56 @@
+"""The head in use so far, measured on the same replies beside the new one, and the two compared, prompt by prompt."""
+
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from headstart.eval.acceptance import PromptCounts, ReplyAcceptance, count_replies
+from headstart.eval.compare import REPLICATES, compare_route, verdict
+from headstart.eval.heldout import head_acceptance
+from headstart.eval.prompt_sums import PromptSums
+from headstart.eval.subject import Subject
+from headstart.heads.checkpoint import checkpoint_identity, load_head
+
+
+def previous_acceptance(subject: Subject, folder: Path) -> dict[str, list[ReplyAcceptance]]:
+    """Acceptance of the head in a checkpoint folder along the subject's replies, as `head_acceptance`.
+
+    It may read other taps than the new head: the target is read again.
+
+    Raises:
+        WrongInput: no head there, or one of another target.
+    """
+    target = subject.target
+    head = load_head(folder, target).to(target.device).eval().pack()
+    target = target if head.taps == target.taps else target.with_taps(head.taps)
+    settings = replace(subject.settings, stop_at_width=0.0)  # the very replies of the new head
+    return head_acceptance(replace(subject, target=target, head=head, settings=settings))
+
+
+def compared(
+    subject: Subject, folder: Path, new: Sequence[ReplyAcceptance], old: Sequence[ReplyAcceptance]
+) -> dict[str, Any]:
+    """The entry `previous` of acceptance.json: greedy drafts of the reported length, the new head against the old one."""
+    length = subject.settings.draft_length
+    sides = [prompt_sums(count_replies(replies, length)) for replies in (new, old)]
+    found = compare_route(*sides, "all", subject.seed, REPLICATES)
+    return {
+        "checkpoint": checkpoint_identity(folder),
+        "folder": str(folder),
+        "draft_length": length,
+        "accept_len": found.accept_len,
+        "previous_accept_len": found.reference_accept_len,
+        "ratio": found.ratio,
+        "p": found.p,
+        "verdict": found.verdict if found.p is None else verdict(found.ratio["value"], found.p),
+    }
+
+
+def prompt_sums(counts: Sequence[PromptCounts]) -> PromptSums:
+    values = [asdict(c) for c in counts]
+    tokens_R, steps_R = (np.array([v[name] for v in values], float) for name in ("num_tokens", "num_steps"))
+    ids, routes = ([v[name] for v in values] for name in ("prompt_id", "route"))
+    return PromptSums("", {}, ids, routes, tokens_R, steps_R, {})

@@ -1,0 +1,34 @@
+"""The previous head of a recipe (`eval.previous`): where its checkpoint is, and whether it can be measured."""
+
+from pathlib import Path
+
+from headstart.heads.checkpoint import check_target, checkpoint_identity
+from headstart.heads.errors import WrongInput
+from headstart.heads.facts import TargetFacts
+from headstart.launch.export_gate import checkpoint_folder
+from headstart.launch.run import exported_checkpoint, find_run
+
+
+def previous_folder(text: str, root: Path, facts: TargetFacts) -> Path | None:
+    """Checkpoint folder of a run (its best), a checkpoint or an export folder; None where none is named.
+
+    Raises:
+        WrongInput: no such head, an export whose checkpoint is gone, or a head of another target.
+    """
+    if not text:
+        return None
+    run, named = find_run(text, root)
+    exported = exported_checkpoint(run, text)
+    if exported is not None:
+        kept = [path for path in run.checkpoints.glob("step-*") if (path / "head.json").exists()]
+        found = [path for path in kept if checkpoint_identity(path)["sha256"] == exported["sha256"]]
+        if not found:
+            raise WrongInput(
+                f"{text}: found no checkpoint in {run.checkpoints} with the weights it was exported from (step "
+                f"{exported['step']}), expected one that is kept.\nName a checkpoint folder of the run instead."
+            )
+        folder = found[0]
+    else:
+        folder = checkpoint_folder(run.folder, named or "best")
+    check_target(folder, facts)
+    return folder
