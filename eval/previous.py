@@ -35,8 +35,8 @@ def compared(
 ) -> dict[str, Any]:
     """The entry `previous` of acceptance.json: greedy drafts of the reported length, the new head against the old one."""
     length = subject.settings.draft_length
-    sides = [prompt_sums(count_replies(replies, length)) for replies in (new, old)]
-    found = compare_route(*sides, "all", subject.seed, REPLICATES)
+    mine, theirs = (prompt_sums(count_replies(replies, length)) for replies in (new, old))
+    found = compare_route(mine, theirs, "all", subject.seed, REPLICATES)
     return {
         "checkpoint": checkpoint_identity(folder),
         "folder": str(folder),
