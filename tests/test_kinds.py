@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from headstart.eval.acceptance import acceptance_probabilities, count_replies, reply_acceptance
+from headstart.eval.calibration import stopped
 from headstart.eval.decode import decode, live_counts
 from headstart.eval.drafters import HeadDrafter
 from headstart.heads.batch import pack
@@ -77,10 +78,12 @@ def test_live_replies_are_the_targets_own_and_take_the_steps_computed_offline(ki
     head = fitted_head(tiny_target, paths[:2], kind=kind)
     states = tiny_target.read([path.token_N for path in paths])
     batch = pack([(path, s.taps, s.final) for path, s in zip(paths, states, strict=True)])
-    for draft_length in (1, 3):
-        live = decode(tiny_target, prompts, HeadDrafter(head.pack()), draft_length, 24, NO_STOP, batch=3)
+    for draft_length, stop_below in ((1, 0.0), (3, 0.2), (3, 0.0)):
+        drafter = HeadDrafter(head.pack(), stop_below=stop_below)
+        live = decode(tiny_target, prompts, drafter, draft_length, 24, NO_STOP, batch=3)
         assert [r.token_ids for r in live] == [r.token_ids for r in plain]
-        offline = count_replies(reply_acceptance(head, [batch], draft_length), draft_length)
+        replies = reply_acceptance(head, [batch], draft_length)
+        offline = count_replies([stopped(reply, stop_below) for reply in replies], draft_length)
         counted = live_counts(live, names, ["chat"] * 4, draft_length)
         for a, b in zip(offline, counted, strict=True):
             assert a.num_steps == b.num_steps

@@ -15,7 +15,7 @@ from headstart.eval.report import write_report
 from headstart.eval.settings import EvalSettings
 from headstart.heads.checkpoint import build_head, checkpoint_identity, save_head
 from headstart.heads.errors import WrongInput
-from headstart.heads.settings import Eagle3Settings
+from headstart.heads.settings import Eagle3Settings, MedusaSettings
 from headstart.heads.store import read_json, write_json
 from headstart.launch.previous import previous_folder
 from tests.schema_rules import acceptance_violations, prompts_violations
@@ -91,6 +91,21 @@ def test_both_heads_are_measured_on_the_same_replies_and_compared(tiny_target, r
     expected = f"{found.accept_len:.2f} against {found.reference_accept_len:.2f}, ratio {found.ratio['value']:.3f}"
     assert expected in told[told.index(next(text for text in told if "against the previous head" in text))]
     assert expected in write_report(run / "new").read_text()
+
+
+def test_a_previous_head_of_another_kind_may_draft_fewer_tokens(tiny_target, recorded, run, tmp_path):
+    head = build_head(MedusaSettings(num_heads=1), tiny_target.facts, torch.arange(500))
+    head.load_target(tiny_target, initialise=True)
+    save_head(tmp_path, head, 3)
+    new = run / "new" / "checkpoints" / "step-000009"
+    results = evaluate(
+        lambda dtype: tiny_target, new, recorded, SETTINGS, tmp_path / "eval", parts=["offline"], previous=tmp_path,
+        tell=lambda line: None,
+    )  # fmt: skip
+    rows = [row for row in results["acceptance"]["rows"] if (row["drafter"], row["route"]) == ("previous", "all")]
+    short, long = rows[0], next(row for row in rows if row["draft_length"] == 2)
+    assert long["accept_len"] == short["accept_len"]
+    assert long["conditional"] == [*short["conditional"], {"value": None, "low": None, "high": None}]
 
 
 def test_a_previous_head_is_found_by_run_checkpoint_or_export(tiny_target, run, tmp_path):
