@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
-from headstart.heads.rules import Conflicts, Count, NonNegative, PathText, Positive
+from headstart.heads.rules import Conflicts, Count, NonNegative, PathText, Positive, Share
 
 
 @dataclass(frozen=True)
@@ -32,6 +32,8 @@ class EvalSettings:
     """auto times plain decoding in float32 and, where it is native, bfloat16, and takes the faster."""
     ngram: bool = True
     """Measure n-gram (prompt) lookup, and suffix lookup offline, beside the head."""
+    stop_below: Share = 0.0
+    """Also time drafts that end where the product of the head's confidences falls below this; 0 times none."""
     previous: PathText = ""
     """The head in use so far (a run, checkpoint or export folder): measured beside the new one and compared, paired."""
     replicates: Positive = 2000

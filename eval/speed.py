@@ -89,7 +89,8 @@ def speed_row(
     target_step = median_ms([s for reply in plain.all() for s in reply.verify_s])
     verify_step = median_ms([s for reply in timing.all() for s in reply.verify_s])
     draft = median_ms([s for reply in timing.all() for s in reply.draft_s])
-    draft_step = None if draft is None else draft / timing.variant.draft_length
+    # where drafts end by confidence, a step has no fixed number of them
+    draft_step = None if draft is None or timing.variant.stop_below else draft / timing.variant.draft_length
     step_ratio = None
     if target_step and verify_step is not None and draft is not None:
         step_ratio = (verify_step + draft) / target_step
@@ -123,6 +124,7 @@ def speed_row(
         "num_divergences": None if check is None else len(check["divergences"]),
         "num_near_ties": None if check is None else sum(d["verdict"] == "tie" for d in check["divergences"]),
         "speedup_geometric": geometric_mean_interval(per_group_G, weights_BG),
+        "stop_below": timing.variant.stop_below,
     }
 
 

@@ -32,9 +32,12 @@ Item = TypeVar("Item")
 class Variant:
     """One way to decode requests. No drafter: plain decoding; `generate`: transformers' own loop, one request at a time."""
 
-    name: str  # plain | generate | ngram | the head's kind
+    name: (
+        str  # plain | generate | ngram | the head's kind, with `stops early` behind it where confidence ends its drafts
+    )
     draft_length: int
     drafter: Drafter | None = None
+    stop_below: float = 0.0  # as told to the drafter
 
     def run(
         self,
@@ -115,6 +118,10 @@ def measure_speed(
     head_drafter = HeadDrafter(head)
     variants = [Variant("plain", 0), *([Variant("generate", 0)] if concurrency == 1 else [])]
     variants += [Variant(head.kind, length, head_drafter) for length in settings.speed_draft_lengths]
+    if settings.stop_below:
+        stops = HeadDrafter(head, stop_below=settings.stop_below)
+        name = f"{head.kind} stops early"
+        variants.append(Variant(name, max(settings.speed_draft_lengths), stops, settings.stop_below))
     if settings.ngram:
         variants.append(Variant("ngram", max(settings.speed_draft_lengths), NgramDrafter()))
     groups = grouped([path.token_N[: path.num_prompt_tokens].tolist() for path in paths], concurrency)

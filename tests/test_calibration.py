@@ -29,7 +29,7 @@ from headstart.eval.subject import read_batches
 from headstart.heads.checkpoint import save_head
 from headstart.heads.contract import greedy
 from headstart.heads.store import read_json
-from tests.schema_rules import CALIBRATION, Length, violations
+from tests.schema_rules import CALIBRATION, SPEED, Length, violations
 from tests.small_decoding import NO_STOP, fitted_head, make_path, make_prompts
 
 
@@ -188,7 +188,7 @@ def test_calibration_is_written_and_reported(tiny_target, recorded, head, tmp_pa
     save_head(tmp_path, head, step=1)
     settings = EvalSettings(
         draft_lengths=[1, 3], draft_length=3, speed_draft_lengths=[3], speed_prompts=2, speed_new_tokens=8,
-        speed_repeats=1, replicates=50, ngram=False, speed_dtype="float32",
+        speed_repeats=1, replicates=50, ngram=False, speed_dtype="float32", stop_below=0.3,
     )  # fmt: skip
     told: list[str] = []
     for parts, timed in ((["offline"], False), (["speed"], True)):
@@ -204,6 +204,12 @@ def test_calibration_is_written_and_reported(tiny_target, recorded, head, tmp_pa
         assert [row["acceptance"] for row in found["rows"]] == whole["conditional"]
         assert found["thresholds"][0]["accept_len"] == whole["accept_len"]
         assert all((row["gain"]["value"] is not None) == timed for row in found["thresholds"])
+    speed = read_json(tmp_path / "eval" / "speed.json")
+    assert violations(speed, SPEED) == []
+    rows = {row["drafter"]: row for row in speed["rows"]}
+    assert {name: row["stop_below"] for name, row in rows.items()} == {"eagle3": 0.0, "eagle3 stops early": 0.3}
+    assert rows["eagle3 stops early"]["num_divergences"] == 0
+    assert rows["eagle3 stops early"]["accept_len"] <= rows["eagle3"]["accept_len"]
     assert any("drafts of length 3, ended below" in text for text in told)
     text = write_report(tmp_path).read_text()
     assert "## Confidence" in text
