@@ -28,6 +28,10 @@ from headstart.heads.precision import DTYPES, choose_precision
 from headstart.heads.settings import TargetSettings
 from headstart.heads.target_facts import check_supported, check_taps, read_facts
 
+# A pass of fewer tokens takes longer a token, so that padding is worth it; otherwise a path may be so much padding.
+FULL_PASS = 256
+PADDING = 0.25
+
 
 @dataclass
 class States:
@@ -169,12 +173,19 @@ class Target:
 
     @torch.inference_mode()
     def read(self, token_ids: list[np.ndarray], batch_tokens: int = 2048) -> list[States]:
-        """Teacher-forced states of whole paths: N - 1 slots of a path of N tokens, the last token is not fed."""
+        """Teacher-forced states of whole paths: N - 1 slots of a path of N tokens, the last token is not fed.
+
+        Paths of like length are read together: padding costs as much as tokens do.
+        """
         order = sorted(range(len(token_ids)), key=lambda i: len(token_ids[i]))
         states: list[States | None] = [None] * len(token_ids)
         while order:
             width = -(-(len(token_ids[order[-1]]) - 1) // LENGTH_STEP) * LENGTH_STEP
-            batch = [order.pop() for _ in range(min(len(order), max(1, batch_tokens // max(width, 1))))]
+            batch = [order.pop()]
+            while order and (len(batch) + 1) * width <= batch_tokens:
+                if len(batch) * width >= FULL_PASS and len(token_ids[order[-1]]) - 1 < (1 - PADDING) * width:
+                    break
+                batch.append(order.pop())
             tokens_BT = torch.zeros(len(batch), width, dtype=torch.int64)
             for row, i in enumerate(batch):
                 path = torch.from_numpy(np.asarray(token_ids[i][:-1], dtype=np.int64))

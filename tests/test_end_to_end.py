@@ -179,7 +179,13 @@ def test_a_recipe_of_sampled_replies_runs_whole(
     monkeypatch.chdir(smoke[0].parent.parent)
     overrides = ["run.name=warm", "prompts.routes=[chat]", "prompts.num_train=4", "prompts.num_validation=1"]
     overrides += ["prompts.num_heldout=8", "traffic.temperature=1", "traffic.max_new_tokens=12", "train.num_steps=4"]
-    overrides += ["eval.speed_prompts=1", "eval.speed_repeats=1", "eval.lossless_samples=64", "eval.lossless_tokens=64"]
+    overrides += [
+        "eval.speed_prompts=1",
+        "eval.speed_repeats=1",
+        "eval.speed_draft_lengths=[2]",
+        "eval.lossless_samples=64",
+        "eval.lossless_tokens=64",
+    ]
     assert cli.run(["train", "recipes/smoke.yaml", *overrides]) == 0
     run = smoke[0].parent / "warm"
     assert run_violations(run) == []

@@ -277,7 +277,7 @@ def test_stored_sums_give_the_figures_of_the_table(measured):
 
 @pytest.mark.parametrize(("width", "taken"), [(1e9, 8), (1e-9, 16)])
 def test_prompts_are_added_until_the_interval_is_narrow_enough(measure, measured, monkeypatch, width, taken):
-    monkeypatch.setattr("headstart.eval.measure.looks", lambda num: [8, num])
+    monkeypatch.setattr("headstart.eval.heldout.looks", lambda num: [8, num])
     folder, told = measure(dataclasses.replace(SETTINGS, stop_at_width=width), f"eval-{taken}")
     sums, everything = (read_json(x / "prompts.json") for x in (folder, measured[0]))
     for name in ("prompt_ids", "num_tokens", "routes"):
