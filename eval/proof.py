@@ -95,6 +95,7 @@ def open_toy(case: Case, toy: Toy) -> ToyDecoder:
 
 def judge_case(case: Case, toy: Toy, bench: TinyBench, seed: int) -> dict[str, Any]:
     """What the battery says about one decoder: an entry of `faults`, `caught_by` null where nothing catches it."""
+    wanted = "toy" if case.on_toy_only else "tiny"
     caught: list[tuple[str, str]] = []
     p_values: dict[str, float] = {}
     if not case.on_toy_only:
@@ -113,8 +114,8 @@ def judge_case(case: Case, toy: Toy, bench: TinyBench, seed: int) -> dict[str, A
         case.name,
         case.stands_for,
         caught,
-        min(p_values.values()),
-        "toy" if case.on_toy_only else "tiny",
+        min(p_value for name, p_value in p_values.items() if name.endswith(wanted)),
+        wanted,
         max_difference=found.law,
         acceptance_difference=found.acceptance,
         p_values=p_values,
