@@ -35,7 +35,7 @@ def main() -> None:
     parser.add_argument("--temperatures", default="0,1")
     parser.add_argument("--draft-length", type=int, default=0, help="default: the recipe's")
     parser.add_argument("--new-tokens", type=int, default=96)
-    parser.add_argument("--batch", type=int, default=1, help="requests decoded together, live (default 1)")
+    parser.add_argument("--batch", type=int, default=0, help="requests decoded together live (default: the recipe's)")
     parser.add_argument("--threads", type=int, default=0)
     options = parser.parse_args()
     threads = choose_threads(options.threads, local_world_size=1)
@@ -64,6 +64,7 @@ class Bench:
         self.paths = balanced(list(read_paths(run.folder / "traffic", "heldout")), options.prompts)
         self.prompts = [path.token_N[: path.num_prompt_tokens].tolist() for path in self.paths]
         self.length = options.draft_length or recipe.eval.draft_length
+        options.batch = options.batch or recipe.eval.live_batch
 
     def report(self, threads: str) -> None:
         """The table of all temperatures, and the ratios."""

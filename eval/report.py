@@ -12,6 +12,7 @@ from headstart.eval.gate import of_checkpoint, read_evals
 from headstart.eval.plots import plot_acceptance, plot_lengths, plot_reliability, plot_training
 from headstart.eval.summary import (
     agreement_text,
+    at_temperature,
     certificate_lines,
     context_table,
     drafter_text,
@@ -109,7 +110,8 @@ def headline(results: dict[str, Any]) -> str:
     if row is not None:
         lines.append(
             f"- A target step emits {interval_text(row['accept_len'])} tokens at draft length {row['draft_length']} "
-            f"({row['num_prompts']} held-out prompts, {row['num_tokens']} tokens; without a head it emits 1)."
+            f"({row['num_prompts']} held-out prompts, {row['num_tokens']} tokens{at_temperature(row)}; without a head it "
+            "emits 1)."
         )
     if lossless is not None:
         lines.append(f"- Output: {lossless['verdict']}.")

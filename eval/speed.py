@@ -60,11 +60,13 @@ def timed_rows(
         timings = measure_speed(target, head, paths, settings, concurrency, subject.tell, sampling, subject.seed)
         if concurrency == 1:
             absolute |= absolute_speeds(timings)
-        found = [] if sampling.temperature else speed_checks(timings, target, paths)
-        checks += found
+        found: Sequence[dict[str, Any] | None] = [None] * len(timings[1:])
+        if sampling.temperature == 0:
+            found = compared = speed_checks(timings, target, paths)
+            checks += compared
         rows += [
             speed_row(timing, timings[0], check, dtype, settings, subject.seed, sampling.temperature)
-            for timing, check in zip(timings[1:], found or [None] * len(timings[1:]), strict=True)
+            for timing, check in zip(timings[1:], found, strict=True)
             if timing.variant.draft_length
         ]
     return rows, checks, absolute

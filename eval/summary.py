@@ -107,8 +107,8 @@ def acceptance_text(acceptance: dict[str, Any], draft_length: int, speed: dict[s
     ]
     parts = [
         f"acceptance: {checkpoint['kind']} step {checkpoint['step']} on {whole[0]['num_prompts']} prompts "
-        f"({prompts['name']}, replies of at most {prompts['max_new_tokens']} tokens, {whole[0]['num_tokens']} tokens "
-        "judged)",
+        f"({prompts['name']}, replies of at most {prompts['max_new_tokens']} tokens{at_temperature(whole[0])}, "
+        f"{whole[0]['num_tokens']} tokens judged)",
         table(header, lines),
         "",
         DEFINITIONS,
@@ -125,6 +125,11 @@ def acceptance_text(acceptance: dict[str, Any], draft_length: int, speed: dict[s
     if acceptance.get("live_agreement"):
         parts.append(agreement_text(acceptance["live_agreement"]))
     return "\n".join(parts)
+
+
+def at_temperature(row: dict[str, Any]) -> str:
+    """Where a row's replies were sampled, at which temperature."""
+    return f" at temperature {row['temperature']:g}" if row["temperature"] else ""
 
 
 def drafter_text(row: dict[str, Any]) -> str:
