@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from headstart.heads.checkpoint import check_target, checkpoint_identity
+from headstart.heads.checkpoint import DESCRIPTION, check_target, checkpoint_identity
 from headstart.heads.errors import WrongInput
 from headstart.heads.facts import TargetFacts
 from headstart.launch.export_gate import checkpoint_folder
@@ -17,18 +17,25 @@ def previous_folder(text: str, root: Path, facts: TargetFacts) -> Path | None:
     """
     if not text:
         return None
+    try:
+        folder = named_folder(text, root)
+        check_target(folder, facts)
+    except WrongInput as error:
+        raise WrongInput(f"eval.previous: {error}") from None
+    return folder
+
+
+def named_folder(text: str, root: Path) -> Path:
+    """Where the head lies that a run, a checkpoint or an export folder stands for. Raises as `previous_folder`."""
     run, named = find_run(text, root)
     exported = exported_checkpoint(run, text)
-    if exported is not None:
-        kept = [path for path in run.checkpoints.glob("step-*") if (path / "head.json").exists()]
-        found = [path for path in kept if checkpoint_identity(path)["sha256"] == exported["sha256"]]
-        if not found:
-            raise WrongInput(
-                f"{text}: found no checkpoint in {run.checkpoints} with the weights it was exported from (step "
-                f"{exported['step']}), expected one that is kept.\nName a checkpoint folder of the run instead."
-            )
-        folder = found[0]
-    else:
-        folder = checkpoint_folder(run.folder, named or "best")
-    check_target(folder, facts)
-    return folder
+    if exported is None:
+        return checkpoint_folder(run.folder, named or "best")
+    kept = [path for path in run.checkpoints.glob("step-*") if (path / DESCRIPTION).exists()]
+    found = [path for path in kept if checkpoint_identity(path)["sha256"] == exported["sha256"]]
+    if not found:
+        raise WrongInput(
+            f"{text}: found no checkpoint in {run.checkpoints} with the weights it was exported from (step "
+            f"{exported['step']}), expected one that is kept.\nName a checkpoint folder of the run instead."
+        )
+    return found[0]
