@@ -15,6 +15,7 @@ def offline(rows: list[dict[str, Any]], drafter: str, draft_length: int) -> str:
     """accept_len of the head's kind or of n-gram lookup, over all routes."""
     for row in rows:
         whole = row["source"] == "offline" and row["route"] == row["context"] == "all" and row["draft"] == "greedy"
+        whole = whole and row["tree"] is None
         if whole and row["draft_length"] == draft_length and row["drafter"] == drafter:
             return interval_text(row["accept_len"], missing=MISSING)
     return MISSING

@@ -18,6 +18,7 @@ from headstart.eval.statistics import Interval, interval, mean_interval, ratio, 
 from headstart.eval.target_law import TargetLaw, emitted_logprobs
 from headstart.heads.batch import Batch
 from headstart.heads.contract import Head
+from headstart.heads.tree import Tree
 
 PROJECTION_CHUNK = 512  # pairs projected to the draft vocabulary at a time
 
@@ -289,8 +290,12 @@ def acceptance_row(
     counting: str = "reply",
     replicates: int = 2000,
     seed: int = 0,
+    tree: Tree | None = None,
 ) -> dict[str, Any]:
-    """One row of eval/acceptance.json from the sums of the prompts of one route (`all`: every prompt given)."""
+    """One row of eval/acceptance.json from the sums of the prompts of one route (`all`: every prompt given).
+
+    A tree's draft length is its depth. It has none of the customary estimates, which are of chains.
+    """
     chosen = [c for c in counts if route in ("all", c.route)]
     weights_BR = resampling_weights(len(chosen), replicates, seed)
     tokens_R, steps_R = (np.array([getattr(c, name) for c in chosen], float) for name in ("num_tokens", "num_steps"))
@@ -299,7 +304,7 @@ def acceptance_row(
         for name, width in (("accepted_K", draft_length), ("judged_K", draft_length), ("histogram", draft_length + 1))
     )
     conditional = [ratio_interval(accepted_RK[:, k], judged_RK[:, k], weights_BR) for k in range(draft_length)]
-    uniform, marginals = customary_estimates(chosen)
+    uniform, marginals = customary_estimates(chosen) if tree is None else (None, None)
     unknown = [c.num_out_of_vocab for c in chosen]
     share = None if None in unknown else float(ratio(sum(x or 0 for x in unknown), tokens_R.sum()))
     return {
@@ -312,7 +317,7 @@ def acceptance_row(
         "top_p": top_p,
         "draft": draft,
         "draft_length": draft_length,
-        "tree": None,
+        "tree": None if tree is None else list(tree.parents),
         "counting": counting,
         "num_prompts": len(chosen),
         "num_tokens": int(round(tokens_R.sum())),

@@ -1,4 +1,4 @@
-"""The reference decoder: speculative decoding of a batch of requests, greedy or sampled, with chain drafts.
+"""The reference decoder: speculative decoding of a batch of requests, greedy or sampled, with chains or trees of drafts.
 
 Plain decoding is this very code at draft length 0: same forward, cache, dtype and loop, so a speed-up against it is a
 speed-up. One step of a request, with `position` that of its last emitted token x_{t+1}:
@@ -7,6 +7,9 @@ speed-up. One step of a request, with `position` that of its last emitted token 
     forward   x_{t+1}, d_1 .. d_k at position .. position + k  (one pass of the target)
     verify    keep the drafts the target agrees with, and add its own next token from the same pass
     roll back nothing: the next step writes over the rejected positions
+
+A tree of drafts takes the same way: its nodes lie side by side in the cache, each sees its own branch only, and keys and
+values of the kept ones are moved together before the next step.
 
 Rows accept different numbers of drafts and stop at different times; a finished row leaves the batch. Greedy replies are
 judged all at once by their largest logits; sampled ones row by row by the rules of `verify.py`, with random numbers that
@@ -26,6 +29,7 @@ from torch import Tensor
 from headstart.eval.acceptance import PromptCounts
 from headstart.eval.drafters import Drafter, Proposal, Session, padded
 from headstart.eval.judge import Judge, SampledJudge, VerifyRule, new_judge, verify_greedy
+from headstart.eval.tree_drafts import Shape, num_slots
 from headstart.eval.verify import Rule, Uniforms
 from headstart.heads.cache import LENGTH_STEP, PositionCache
 from headstart.heads.errors import WrongInput
@@ -114,6 +118,7 @@ def decode(
     rule: str | Rule = "tokens",
     seed: int = 0,
     request_ids: Sequence[str] | None = None,
+    tree: Shape | None = None,
     judge_kind: Callable[..., SampledJudge] = SampledJudge,
     append: Append = add_block,
 ) -> list[Reply]:
@@ -129,10 +134,11 @@ def decode(
         rule: a rule of `verify.py`, by name or itself.
         seed, request_ids: what a request's random numbers come from; by default its index is its id. A reply does not
             depend on the batch size or on the order of requests.
+        tree: what is drafted instead of a chain, cut at `draft_length` deep. Its children are judged by rule `tokens`.
         judge_kind, append: parts that a seeded fault replaces (`parts.py`).
 
     Raises:
-        WrongInput: an empty prompt, or one that leaves no room in the target's context.
+        WrongInput: an empty prompt, one that leaves no room in the target's context, or a tree asked of a drafter of chains.
     """
     context = target.facts.max_position
     for prompt in prompts:
@@ -149,7 +155,7 @@ def decode(
     for begin in range(0, len(order), batch):
         group = order[begin : begin + batch]
         chances = [Uniforms(request_generator(names[i], seed)) for i in group]
-        judge = new_judge(sampling, draft, draft_length, rule, verify, chances, judge_kind)
+        judge = new_judge(sampling, draft, draft_length, rule, verify, chances, judge_kind, tree)
         decoded = decode_batch(
             target,
             [list(prompts[i]) for i in group],
@@ -159,6 +165,7 @@ def decode(
             stops,
             whole_blocks,
             judge,
+            draft_length if tree is None else num_slots(tree),
             append,
         )
         for i, reply in zip(group, decoded, strict=True):
@@ -177,15 +184,16 @@ def decode_batch(
     stop_ids: set[int],
     whole_blocks: bool,
     judge: Judge,
+    draft_slots: int,
     append: Append = add_block,
 ) -> list[Reply]:
-    """Decode requests that run together from prefill to the end of the longest reply."""
+    """Decode requests that run together from prefill to the end of the longest reply; drafts take up to `draft_slots`."""
     clock = Clock(target.device)
     began = clock.now()
     context = target.facts.max_position
     limits = [min(max_new_tokens, context - len(prompt)) for prompt in prompts]
-    room = max(len(prompt) for prompt in prompts) + max_new_tokens + draft_length + 1
-    cache = target.new_cache(len(prompts), min(room, context + draft_length))
+    room = max(len(prompt) for prompt in prompts) + max_new_tokens + draft_slots + 1
+    cache = target.new_cache(len(prompts), min(room, context + draft_slots))
     replies = [Reply() for _ in prompts]
     states, last_BH = prefill(target, prompts, cache)
     first_tokens = judge.first_tokens(target.logits(last_BH))
@@ -215,11 +223,13 @@ def decode_batch(
             torch.tensor(position, device=target.device),
             cache,
             torch.tensor([length + 1 for length in proposal.length_B], device=target.device),
+            trees=proposal.trees,
         )
         blocks = judge.blocks(active, target.logits(states.final), proposal)
+        states = keep_path(states, cache, position, proposal, blocks)
         verify_s = clock.lap()
         for row, i in enumerate(active):
-            append(replies[i], blocks[row], proposal.length_B[row], limits[i], stop_ids)
+            append(replies[i], blocks[row], proposal.depth_below(row, blocks[row]), limits[i], stop_ids)
         if session is not None:
             session.accept(states, blocks)
             draft_s += clock.lap()
@@ -248,6 +258,21 @@ def prefill(target: Target, prompts: list[list[int]], cache: PositionCache) -> t
     length_B = length_B[source_B]
     last_BH = states.final[torch.arange(len(prompts), device=target.device), length_B - 1]
     return states, last_BH
+
+
+def keep_path(
+    states: States, cache: PositionCache, position: list[int], proposal: Proposal, blocks: list[list[int]]
+) -> States:
+    """After a tree: the cache as if only its kept path had been fed, and the states of that path [B, 1 + most kept]."""
+    if proposal.trees is None:
+        return states
+    device = states.final.device
+    path_BK = padded([proposal.path(row, block) for row, block in enumerate(blocks)], device)
+    start_B = torch.tensor(position, device=device)
+    if path_BK.shape[1] > 1:
+        cache.move_slots(start_B[:, None] + path_BK[:, 1:], start_B + 1)
+    row_B1 = torch.arange(len(blocks), device=device)[:, None]
+    return States(states.taps[row_B1, path_BK], states.final[row_B1, path_BK])
 
 
 def draft_cap(position: int, draft_length: int, remaining: int | None, context: int, drafter: Drafter | None) -> int:

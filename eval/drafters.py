@@ -16,20 +16,35 @@ from torch import Tensor
 from headstart.eval.acceptance import ReplyAcceptance
 from headstart.eval.early_stop import EarlyStop
 from headstart.eval.verify import invert
-from headstart.heads.contract import Head, greedy
+from headstart.heads.contract import Head, Level, greedy
+from headstart.heads.errors import WrongInput
 from headstart.heads.paths import Path
 from headstart.heads.target import States
+from headstart.heads.tree import Tree
 
 
 @dataclass
 class Proposal:
-    """Drafted chains, target vocabulary ids; row b proposes its first `length_B[b]` tokens, the rest is padding."""
+    """Drafted chains or trees, target vocabulary ids; row b proposes its first `length_B[b]` tokens, the rest is padding."""
 
-    tokens_BK: Tensor  # int64
+    tokens_BK: Tensor  # int64; of a tree, its nodes without the root
     length_B: list[int]
-    law_BKV: Tensor | None = (
-        None  # float64 over the target's vocabulary: what drafts were drawn from; None: nothing random
-    )
+    # float64 over the target's vocabulary: what drafts were drawn from; None: nothing random. For trees [B, K + 1, V]:
+    # what the first child of every node was drawn from.
+    law_BKV: Tensor | None = None
+    trees: list[Tree] | None = None  # of every row; None: chains
+
+    def depth_below(self, row: int, block: Sequence[int]) -> int:
+        """How deep drafts go along the kept part of an emitted block and on from there: a chain's length."""
+        if self.trees is None:
+            return self.length_B[row]
+        return len(block) - 1 + self.trees[row].heights[self.path(row, block)[-1]]
+
+    def path(self, row: int, block: Sequence[int]) -> list[int]:
+        """Nodes of the row's tree that were kept, the root first."""
+        if self.trees is None:
+            return list(range(len(block)))
+        return self.trees[row].path([-1, *self.tokens_BK[row].tolist()], block[:-1])
 
 
 class Session(Protocol):
@@ -39,7 +54,10 @@ class Session(Protocol):
         """At most `length_B[b]` tokens after the last emitted token of row b; the largest entry is at least 1."""
 
     def accept(self, states: States, blocks: list[list[int]]) -> None:
-        """Row b emitted `blocks[b]`: accepted drafts and one more; `states` [B, T, ..] are of the tokens verified."""
+        """Row b emitted `blocks[b]`: accepted drafts and one more; `states` [B, T, ..] are of the tokens verified.
+
+        Of a tree, of its root and the kept path.
+        """
 
     def select(self, rows: list[int]) -> None:
         """Keep these rows, in ascending order; the others have finished."""
@@ -74,6 +92,24 @@ class SamplingSession(Session, Protocol):
 
     def sample(self, length_B: list[int], sampler: DraftSampler) -> Proposal:
         """As `propose`, with drafts drawn by the sampler and the laws they were drawn from."""
+
+
+class Growth(Protocol):
+    """Chooses the nodes of one step's trees (`eval/tree_drafts.py`)."""
+
+    def __call__(self, logits_BWV: Tensor) -> Level | None:
+        """The nodes to draft from next, given the logits behind those fed last; `contract.Grow`."""
+
+    def proposal(self, ids_W: Tensor, vocab_size: int) -> Proposal:
+        """All drafts, once the last level was chosen; draft index i is target id `ids_W[i]`."""
+
+
+@runtime_checkable
+class TreeSession(Session, Protocol):
+    """A session that can also draft trees."""
+
+    def propose_tree(self, growth: Growth) -> Proposal:
+        """Trees grown by `growth`."""
 
 
 class Drafter(Protocol):
@@ -131,6 +167,14 @@ class HeadSession:
         tokens_BK = self.head.draft(self.state, max(length_B), stop).tokens_BK
         law_BKV = sampler.law_BKV(self.head.draft_ids_V, self.head.facts.vocab_size) if tokens_BK.shape[1] else None
         return Proposal(tokens_BK, stop.length_B, law_BKV)
+
+    def propose_tree(self, growth: Growth) -> Proposal:
+        if self.stop_below:
+            raise WrongInput(
+                f"found a tree and stop_below = {self.stop_below:g}, expected one of them: only chains stop early."
+            )
+        self.head.draft_tree(self.state, growth)
+        return growth.proposal(self.head.draft_ids_V, self.head.facts.vocab_size)
 
     def accept(self, states: States, blocks: list[list[int]]) -> None:
         features_BTF = self.head.features(states.taps, states.final)

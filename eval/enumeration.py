@@ -20,8 +20,10 @@ from headstart.eval.decode import Reply
 from headstart.eval.drafters import Proposal
 from headstart.eval.early_stop import EarlyStop
 from headstart.eval.parts import SOUND, Parts
-from headstart.eval.verify import Chance, Rule, Tree, verify_tokens, verify_tree
+from headstart.eval.tree_drafts import DynamicTree, Shape, new_growth
+from headstart.eval.verify import Chance, Rule, verify_tokens, verify_tree
 from headstart.heads.sampling import Sampling
+from headstart.heads.tree import Tree
 
 EXACT = 1e-12  # laws closer than this are equal: what is left of float64 after some hundred sums and products
 DUST = 1e-15  # shares below this come from rounding and are no ways of their own
@@ -230,26 +232,26 @@ class ToyDecoder:
 
 
 class TreeDecoder(ToyDecoder):
-    """The same with two drafts after the last token, and one more after the first of them."""
+    """The same with two drafts after the last token, and one more after the first of them; grown as a head's trees are."""
 
     shape = "tree"
-    tree = Tree((-1, 0, 0, 1))
-    star = Tree((-1, 0, 0))  # what is left of it at draft length 1
+    tree: Shape = Tree((-1, 0, 0, 1))
 
     def step(self, last: int, length: int, chance: Chance) -> list[int]:
-        tree = (Tree((-1,)), self.star, self.tree)[length]
-        tokens = [last]
-        for node, parent in enumerate(tree.parents[1:], 1):
-            taken = [tokens[sibling] for sibling in tree.children(parent) if sibling < node]
-            tokens.append(self.child(tokens[parent], taken, chance))
-        draft_NV = self.drawn_VV[tokens] if self.draft == "sampled" else None
+        proposal = self.grow(last, length, chance)
+        (tree,) = proposal.trees or []
+        tokens = [last, *proposal.tokens_BK[0].tolist()]
+        draft_NV = None if proposal.law_BKV is None else proposal.law_BKV[0]
         return self.verify_nodes(self.target_VV[tokens], tree, tokens, draft_NV, chance)
 
-    def child(self, parent: int, taken: list[int], chance: Chance) -> int:
-        """One draft more after a token: greedy, the best that is not taken; sampled, drawn without the taken ones."""
-        law_V = self.drawn_VV[parent] if self.draft == "sampled" else self.toy.draft_law(1.0)[parent]
-        left_V = law_V.index_fill(0, torch.tensor(taken, dtype=torch.int64), 0.0)
-        return chance.draw(left_V) if self.draft == "sampled" else int(left_V.argmax())
+    def grow(self, last: int, length: int, chance: Chance) -> Proposal:
+        """One tree: greedy children, or children drawn without replacement."""
+        chances = [chance] if self.draft == "sampled" else None
+        growth = new_growth(self.tree, [length], chances, self.sampling.temperature or 1.0)
+        logits_BWD = self.toy.draft_VD[last].view(1, 1, -1)
+        while (level := growth(logits_BWD)) is not None:
+            logits_BWD = self.toy.draft_VD[self.toy.draft_ids_D[level.index_BW]]
+        return growth.proposal(self.toy.draft_ids_D, self.toy.vocab_size)
 
     def verify_nodes(
         self, target_NV: Tensor, tree: Tree, tokens: Sequence[int], draft_NV: Tensor | None, chance: Chance
@@ -270,6 +272,12 @@ class TreeDecoder(ToyDecoder):
             refused = float((q_V - p_V)[token].clamp_min(0))
             share += refused * float(torch.minimum(left_V, others_V / others_V.sum()).sum())
         return share
+
+
+class DynamicTreeDecoder(TreeDecoder):
+    """The same with a dynamic tree, which is always of greedy drafts."""
+
+    tree = DynamicTree(depth=2, width=2, num_drafts=3)
 
 
 def target_law(toy: Toy, sampling: Sampling, last: int, num_tokens: int, stop_ids: frozenset[int]) -> Law:

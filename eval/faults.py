@@ -17,10 +17,11 @@ from headstart.eval.decode import Reply, add_block
 from headstart.eval.drafters import Proposal
 from headstart.eval.enumeration import ToyDecoder, TreeDecoder
 from headstart.eval.parts import SOUND, Parts
-from headstart.eval.verify import Chance, Rule, Tree, verify_tokens
+from headstart.eval.verify import Chance, Rule, verify_tokens
 from headstart.heads.cache import PositionCache
 from headstart.heads.sampling import Sampling, filtered_probabilities
 from headstart.heads.target import States
+from headstart.heads.tree import Tree
 
 # Rules.
 
@@ -154,19 +155,17 @@ class SiblingsJudgedAlone(TreeDecoder):
 
 
 class StaleCache(PositionCache):
-    """Keys and values of rejected drafts stay: a position that was written once is not written again."""
+    """Keys and values of rejected drafts stay: a slot that was written once is not written again."""
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         keys, values = self._keys[layer_idx], self._values[layer_idx]
         if keys is not None and values is not None:
-            there = keys[self._row_B1, :, self._position_BT].transpose(1, 2)
+            there = keys[self._row_B1, :, self._slot_BT].transpose(1, 2)
             written = there.abs().sum(-1, keepdim=True) > 0
             key_states = torch.where(written, there, key_states)
-            value_states = torch.where(
-                written, values[self._row_B1, :, self._position_BT].transpose(1, 2), value_states
-            )
+            value_states = torch.where(written, values[self._row_B1, :, self._slot_BT].transpose(1, 2), value_states)
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
 

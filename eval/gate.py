@@ -108,6 +108,7 @@ def is_main_row(row: dict[str, Any], kind: str, settings: EvalSettings) -> bool:
     """Whether a row is the head's own figure over all held-out prompts at the reported draft length."""
     return (
         row["drafter"] == kind
+        and row["tree"] is None
         and row["counting"] == "reply"
         and (row["route"], row["context"], row["draft_length"]) == ("all", "all", settings.draft_length)
     )

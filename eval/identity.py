@@ -16,10 +16,12 @@ import torch
 from torch import Tensor
 
 from headstart.eval.acceptance import ReplyAcceptance
-from headstart.eval.decode import Reply
+from headstart.eval.decode import Reply, decode
+from headstart.eval.drafters import HeadDrafter
 from headstart.heads.batch import Batch
 from headstart.heads.contract import Head
 from headstart.heads.target import Target
+from headstart.heads.tree import Tree
 
 NOISE_TOKENS = 64  # likeliest tokens over which rounding noise is measured
 NOISE_WIDTH = 4.0  # a tie is a gap of at most this many standard deviations of the noise of a difference
@@ -122,6 +124,7 @@ def identity_check(
     against: str,
     draft_length: int,
     batch: int,
+    shape: str = "chain",
 ) -> dict[str, Any]:
     """One `greedy_identity` check of eval/lossless.json: `plain` and `other` are replies to the same prompts.
 
@@ -138,7 +141,7 @@ def identity_check(
         "dtype": str(rescorer.target.dtype).removeprefix("torch."),
         "sampler": {"temperature": 0.0, "top_k": 0, "top_p": 1.0},
         "draft": "greedy",
-        "shape": "chain",
+        "shape": shape,
         "draft_length": draft_length,
         "batch": batch,
         "num_samples": len(prompts),
@@ -151,6 +154,26 @@ def identity_check(
         "divergences": [asdict(d) for d in divergences],
         "against": against,
     }
+
+
+def tree_identity(
+    target: Target, head: Head, prompts: Sequence[Sequence[int]], max_new_tokens: int, tree: Tree, batch: int
+) -> dict[str, Any]:
+    """The check for a tree of greedy drafts, against plain decoding of the same prompts."""
+    plain = decode(target, prompts, None, 0, max_new_tokens, batch=batch)
+    drafted = decode(target, prompts, HeadDrafter(head), tree.depth, max_new_tokens, batch=batch, tree=tree)
+    check = identity_check(
+        Rescorer(target),
+        [str(i) for i in range(len(prompts))],
+        prompts,
+        [reply.token_ids for reply in plain],
+        [reply.token_ids for reply in drafted],
+        against="plain",
+        draft_length=tree.depth,
+        batch=batch,
+        shape="tree",
+    )
+    return {**check, "drafter": head.kind, "tree": list(tree.parents)}
 
 
 def overall_verdict(checks: Sequence[dict[str, Any]]) -> str:

@@ -7,9 +7,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from headstart.eval.drafters import DraftSampler, Proposal, SamplingSession, Session
-from headstart.eval.verify import RULES, Rule, Uniforms
+from headstart.eval.drafters import DraftSampler, Growth, Proposal, SamplingSession, Session, TreeSession
+from headstart.eval.tree_drafts import Shape, new_growth
+from headstart.eval.verify import RULES, Rule, Uniforms, verify_tokens, verify_tree
+from headstart.heads.errors import WrongInput
 from headstart.heads.sampling import Sampling, filtered_probabilities
+from headstart.heads.tree import Tree
 
 # Turns target logits [B, T, V] and a proposal into each row's emitted block: accepted drafts and one token more.
 VerifyRule = Callable[[Tensor, Proposal], list[list[int]]]
@@ -20,8 +23,13 @@ def verify_greedy(logits_BTV: Tensor, proposal: Proposal) -> list[list[int]]:
 
     Row b's logits at i follow its i-th fed token, so they judge draft i and, behind the last accepted draft, give the
     corrected token (a draft was refused) or the bonus token (none was). The emitted block is a prefix of what plain
-    greedy decoding says, whatever was drafted.
+    greedy decoding says, whatever was drafted. Of a tree, the child that is the target's token is kept.
     """
+    if proposal.trees is not None:
+        return [
+            greedy_walk(*row)
+            for row in zip(proposal.trees, proposal.tokens_BK.tolist(), logits_BTV.argmax(-1).tolist(), strict=True)
+        ]
     width = logits_BTV.shape[1]
     both = torch.cat((logits_BTV.argmax(-1), proposal.tokens_BK[:, : width - 1]), dim=1).tolist()
     blocks = []
@@ -32,6 +40,25 @@ def verify_greedy(logits_BTV: Tensor, proposal: Proposal) -> list[list[int]]:
             accepted += 1
         blocks.append(choice[: accepted + 1])
     return blocks
+
+
+def greedy_walk(tree: Tree, drafts: list[int], choice: list[int]) -> list[int]:
+    """The emitted block of one tree: down from the root as long as a child is what the target says there."""
+    node: int | None = 0
+    block: list[int] = []
+    while node is not None:
+        block.append(choice[node])
+        node = next((child for child in tree.children(node) if drafts[child - 1] == block[-1]), None)
+    return block
+
+
+def propose_tree(session: Session, growth: Growth) -> Proposal:
+    """Trees of a session. Raises WrongInput: one that drafts chains only."""
+    if not isinstance(session, TreeSession):
+        raise WrongInput(
+            f"found a drafter of chains ({type(session).__name__}), expected one that drafts trees.\nDecode without a tree."
+        )
+    return session.propose_tree(growth)
 
 
 class Judge(Protocol):
@@ -50,13 +77,15 @@ class Judge(Protocol):
 class GreedyJudge:
     """Temperature 0: the largest logit, over the whole batch at once."""
 
-    def __init__(self, verify: VerifyRule) -> None:
-        self._verify = verify
+    def __init__(self, verify: VerifyRule, tree: Shape | None = None) -> None:
+        self._verify, self._tree = verify, tree
 
     def first_tokens(self, logits_BV: Tensor) -> list[int]:
         return logits_BV.argmax(-1).tolist()
 
     def propose(self, session: Session, active: list[int], length_B: list[int]) -> Proposal:
+        if self._tree is not None:
+            return propose_tree(session, new_growth(self._tree, length_B))
         return session.propose(length_B)
 
     def blocks(self, active: list[int], logits_BTV: Tensor, proposal: Proposal) -> list[list[int]]:
@@ -67,10 +96,16 @@ class SampledJudge:
     """Temperature above 0: every request has its own random numbers, used up in an order that depends on it alone."""
 
     def __init__(
-        self, sampling: Sampling, sampled_drafts: bool, draft_length: int, rule: Rule, chances: list[Uniforms]
+        self,
+        sampling: Sampling,
+        sampled_drafts: bool,
+        draft_length: int,
+        rule: Rule,
+        chances: list[Uniforms],
+        tree: Shape | None = None,
     ) -> None:
         self.sampling, self.sampled_drafts, self.draft_length = sampling, sampled_drafts, draft_length
-        self.rule, self.chances = rule, chances
+        self.rule, self.chances, self.tree = rule, chances, tree
 
     def target_law(self, logits: Tensor) -> Tensor:
         """What the target samples by [.., V], on the CPU."""
@@ -81,6 +116,9 @@ class SampledJudge:
         return [chance.draw(law_V) for chance, law_V in zip(self.chances, law_BV, strict=True)]
 
     def propose(self, session: Session, active: list[int], length_B: list[int]) -> Proposal:
+        if self.tree is not None:
+            chances = [self.chances[i] for i in active] if self.sampled_drafts else None
+            return propose_tree(session, new_growth(self.tree, length_B, chances, self.sampling.temperature))
         if not (self.sampled_drafts and isinstance(session, SamplingSession)):
             return session.propose(length_B)
         # Always the same number for a row that drafts, though its neighbours decide how many are looked at.
@@ -95,6 +133,17 @@ class SampledJudge:
         target_BTV = self.target_law(logits_BTV)
         draft_BKV = None if proposal.law_BKV is None else proposal.law_BKV.cpu()
         tokens = proposal.tokens_BK.tolist()
+        if proposal.trees is not None:
+            return [
+                verify_tree(
+                    target_BTV[row],
+                    tree,
+                    [-1, *tokens[row]],  # the root's own token is judged no more
+                    None if draft_BKV is None else draft_BKV[row],
+                    self.chances[i],
+                )
+                for row, (i, tree) in enumerate(zip(active, proposal.trees, strict=True))
+            ]
         return [
             self.rule(
                 target_BTV[row, : length + 1],
@@ -114,12 +163,16 @@ def new_judge(
     verify: VerifyRule,
     chances: list[Uniforms],
     sampled: Callable[..., SampledJudge] = SampledJudge,
+    tree: Shape | None = None,
 ) -> Judge:
     """The judge of one batch; `chances` are those of its requests, `sampled` makes it above temperature 0."""
     if draft not in ("greedy", "sampled"):
         raise ValueError(f"draft is {draft!r}, expected greedy or sampled")
+    if tree is not None and rule not in ("tokens", verify_tokens):
+        raise ValueError(f"rule is {rule!r}, but trees are judged child by child: expected tokens")
     if sampling.temperature == 0:
-        return GreedyJudge(verify)
+        return GreedyJudge(verify, tree)
     if verify is not verify_greedy:
         raise ValueError("verify judges greedy drafts at temperature 0; above it, rule does")
-    return sampled(sampling, draft == "sampled", draft_length, RULES[rule] if isinstance(rule, str) else rule, chances)
+    chosen = RULES[rule] if isinstance(rule, str) else rule
+    return sampled(sampling, draft == "sampled", draft_length, chosen, chances, tree)

@@ -23,7 +23,8 @@ from torch import Tensor
 
 from headstart.eval.decode import decode
 from headstart.eval.drafters import Drafter, HeadDrafter
-from headstart.eval.enumeration import SAMPLERS, Toy, ToyDecoder, TreeDecoder, compare
+from headstart.eval.enumeration import SAMPLERS, DynamicTreeDecoder, Toy, ToyDecoder, TreeDecoder, compare
+from headstart.eval.identity import tree_identity
 from headstart.eval.law_tests import LEVEL, MIN_EXPECTED, chi_square, chi_square_p, martingale, surprise
 from headstart.eval.parts import SOUND, Parts
 from headstart.eval.settings import EvalSettings
@@ -32,6 +33,7 @@ from headstart.heads.contract import Head
 from headstart.heads.paths import Path
 from headstart.heads.sampling import Sampling, filtered_probabilities
 from headstart.heads.target import Target
+from headstart.heads.tree import Tree
 
 OPEN_EXPECTED = 40.0  # sequences expected so often are told apart by their next token
 NUM_FIRST_TOKENS = 3  # the first comes from prefill, the others from verified blocks
@@ -39,6 +41,8 @@ FIRST_PROMPTS = 2  # prompts whose first tokens are sampled
 FIRST_BATCH = 32  # short replies of one prompt run in larger batches than whole ones
 REST = -1  # stands for every next token that has no cell of its own
 EDGE = 1e-3  # logits this close to the last one that a filter keeps may fall on either side of it
+TREE_PROMPTS, TREE_TOKENS = 4, 64  # greedy replies with a tree of drafts, compared with plain ones
+DEFAULT_TREE = (3, 2, 1)  # children of every node by depth, where eval.trees names none
 SCORE_TOKENS = 256  # tokens whose law over the whole vocabulary is in memory at once
 Cell = tuple[int, ...]
 
@@ -286,9 +290,11 @@ def enumeration_checks() -> list[dict[str, Any]]:
     """Every rule, shape, sampler and kind of draft on a toy target: its draft vocabulary lacks a token, one token stops."""
     toy = Toy.random(vocab_size=4, draft_size=3)
     kinds: list[tuple[str, type[ToyDecoder], Rule]] = [(name, ToyDecoder, rule) for name, rule in RULES.items()]
-    kinds.append(("tree", TreeDecoder, verify_tokens))
+    kinds += [("tree", TreeDecoder, verify_tokens), ("dynamic_tree", DynamicTreeDecoder, verify_tokens)]
     checks = []
     for (rule_name, kind, rule), draft, sampling in product(kinds, ("greedy", "sampled"), SAMPLERS):
+        if kind is DynamicTreeDecoder and draft == "sampled":
+            continue  # dynamic trees are of greedy drafts
         found = compare(kind(toy, rule, sampling, draft, draft_length=2, stop_ids=frozenset([1])))
         checks.append(
             check_entry(
@@ -317,7 +323,7 @@ def certificate(
     seed: int,
     tell: Callable[[str], None],
 ) -> list[dict[str, Any]]:
-    """All checks but greedy identity: the rules by enumeration, this head's sampled replies by both statistics.
+    """Rules by enumeration, this head's sampled replies by both statistics, and greedy identity with a tree.
 
     Replies are sampled anew, after the prompts of held-out paths and with the paths' sampling settings; where those are
     greedy, at temperature 1, where nothing is filtered and a wrong law has the most room to show.
@@ -341,4 +347,9 @@ def certificate(
         ):
             tell(f"lossless: {check['name']}, {draft} drafts: p = {check['p_value']:.3g}, {check['verdict']}")
             checks.append(check)
+    if head.drafts_trees:
+        short = sorted(prompts, key=len)[:TREE_PROMPTS]
+        tree = Tree.branching(*(settings.trees[0] if settings.trees else DEFAULT_TREE))
+        checks.append(tree_identity(target, head, short, min(limit, TREE_TOKENS), tree, settings.live_batch))
+        tell(f"lossless: greedy identity with a {tree}: {checks[-1]['num_tokens']} tokens, {checks[-1]['verdict']}")
     return checks

@@ -45,6 +45,7 @@ from headstart.eval.subject import Subject
 from headstart.eval.summary import summary
 from headstart.eval.temperatures import SETTING
 from headstart.eval.timings import choose_speed_dtype
+from headstart.eval.tree_acceptance import tree_rows
 from headstart.heads.checkpoint import checkpoint_identity, load_head
 from headstart.heads.errors import WrongInput
 from headstart.heads.paths import Path
@@ -103,6 +104,7 @@ def evaluate(
     names = identity_of(head_folder, target, subject.paths, prompts_name)
     old = {} if previous is None else previous_acceptance(subject, previous)
     rows, sums = measure_acceptance(subject, replies, old)
+    rows += tree_rows(subject)
     limit = max_new_tokens or names["prompts"]["max_new_tokens"]
     extra: dict[str, Any] = {"repeated_8grams": repeated_ngrams(subject.paths)}
     if previous is not None:
@@ -299,7 +301,7 @@ def kept_entries(file: FilePath, entry: str, names: dict[str, Any]) -> Any:
 
 
 def measured_again(row: dict[str, Any], new: Sequence[dict[str, Any]]) -> bool:
-    keys = ("source", "drafter", "route", "context", *SETTING, "draft", "draft_length", "counting")
+    keys = ("source", "drafter", "route", "context", *SETTING, "draft", "draft_length", "tree", "counting")
     return any(all(row[key] == other[key] for key in keys) for other in new)
 
 
@@ -320,6 +322,7 @@ def same_check(check: dict[str, Any], other: dict[str, Any]) -> bool:
         "draft",
         "shape",
         "draft_length",
+        "tree",
         "against",
         "batch",
         "drafter",

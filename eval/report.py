@@ -27,6 +27,8 @@ from headstart.eval.summary import (
     recommended_text,
     route_table,
     routes_lost_to_ngram,
+    tree_text,
+    whole_rows,
 )
 from headstart.eval.temperatures import temperature_table
 from headstart.heads.errors import WrongInput
@@ -142,7 +144,7 @@ def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def acceptance_part(acceptance: dict[str, Any]) -> str:
-    rows = [row for row in acceptance["rows"] if row["route"] == "all" and row["context"] == "all"]
+    rows = whole_rows(acceptance)
     depth = max(row["draft_length"] for row in rows)
     header = ["drafter", "source", "counting", "draft length", "accept_len", "drafts kept"]
     header += ["uniform starts", "product of marginals", *(f"a_{k}" for k in range(depth))]
@@ -237,7 +239,7 @@ def lossless_part(lossless: dict[str, Any] | None) -> str:
         lines.append(
             [
                 check["name"],
-                check.get("drafter", "-"),
+                check.get("drafter", "-") + tree_text(check),
                 check.get("against", "-"),
                 check["dtype"],
                 str(check["draft_length"]),

@@ -1,9 +1,13 @@
 """Settings of evaluation and export. No torch here."""
 
 from dataclasses import dataclass, field
+from itertools import accumulate
+from operator import mul
 from typing import Literal
 
 from headstart.heads.rules import Conflicts, Count, NonNegative, PathText, Positive, Share
+
+MAX_NODES = 1024  # of a tree that is measured; engines verify some tens
 
 
 @dataclass(frozen=True)
@@ -30,6 +34,8 @@ class EvalSettings:
     """Draft lengths that are timed."""
     speed_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """auto times plain decoding in float32 and, where it is native, bfloat16, and takes the faster."""
+    trees: list[list[Positive]] = field(default_factory=list)
+    """Static trees of greedy drafts in the acceptance table (exact, offline): children per node by depth, [[3, 2, 1]]."""
     ngram: bool = True
     """Measure n-gram (prompt) lookup, and suffix lookup offline, beside the head."""
     stop_below: Share = 0.0
@@ -56,6 +62,14 @@ class EvalSettings:
             numbers = getattr(self, name)
             if not numbers or numbers != sorted(set(numbers)):
                 yield name, f"found {numbers}, expected one or more numbers, ascending and without repeats"
+        for i, tree in enumerate(self.trees):
+            if not tree or tree in self.trees[:i]:
+                yield (
+                    "trees",
+                    f"found {tree} in place {i}, expected children per node at one or more depths, each tree once",
+                )
+            elif (num_nodes := sum(accumulate(tree, mul))) > MAX_NODES:
+                yield "trees", f"found {tree} with {num_nodes} nodes, expected at most {MAX_NODES}"
         if self.draft_lengths and self.draft_length not in self.draft_lengths:
             yield "draft_length", f"found {self.draft_length}, expected one of draft_lengths = {self.draft_lengths}"
 

@@ -6,6 +6,7 @@ from typing import Any
 from headstart.eval.contexts import break_even_text, context_rows, step_cost
 from headstart.eval.temperatures import temperature_table
 from headstart.heads.intervals import interval_text
+from headstart.heads.tree import Tree
 
 DEFINITIONS = """\
 accept_len            tokens emitted / target steps, all prompts together, the corrected or bonus token included
@@ -33,7 +34,8 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def find_rows(acceptance: dict[str, Any], **wanted: Any) -> list[dict[str, Any]]:
-    """Rows with these values, in the file's order."""
+    """Rows with these values, in the file's order; of chains, unless a tree is asked for."""
+    wanted = {"tree": None, **wanted}
     return [row for row in acceptance["rows"] if all(row[name] == value for name, value in wanted.items())]
 
 
@@ -86,7 +88,7 @@ def summary(results: dict[str, Any], draft_length: int) -> str:
 def acceptance_text(acceptance: dict[str, Any], draft_length: int, speed: dict[str, Any] | None = None) -> str:
     """The table over all prompts with what its columns mean, then by route, by prompt length, and live agreement."""
     checkpoint, prompts = acceptance["checkpoint"], acceptance["prompts"]
-    whole = find_rows(acceptance, route="all", context="all", counting="reply")
+    whole = [row for row in whole_rows(acceptance) if row["counting"] == "reply"]
     depth = max(row["draft_length"] for row in whole)
     header = ["drafter", "source", "draft length", "accept_len [95 %]", "drafts kept"]
     header += ["uniform starts", "product of marginals", *(f"a_{k}" for k in range(depth)), "out of vocab"]
@@ -132,8 +134,20 @@ def at_temperature(row: dict[str, Any]) -> str:
     return f" at temperature {row['temperature']:g}" if row["temperature"] else ""
 
 
+def whole_rows(acceptance: dict[str, Any]) -> list[dict[str, Any]]:
+    """Rows over all prompts: those of chains, then those of trees."""
+    rows = [row for row in acceptance["rows"] if row["route"] == row["context"] == "all"]
+    return sorted(rows, key=lambda row: row["tree"] is not None)
+
+
 def drafter_text(row: dict[str, Any]) -> str:
-    return row["drafter"] + ("" if row["draft"] == "greedy" else f" {row['draft']}")
+    drafts = "" if row["draft"] == "greedy" else f" {row['draft']}"
+    return row["drafter"] + drafts + tree_text(row)
+
+
+def tree_text(entry: dict[str, Any]) -> str:
+    """The tree of a row or check, to stand behind its drafter; nothing for chains."""
+    return f", {Tree(tuple(entry['tree']))}" if entry.get("tree") else ""
 
 
 def drafts_kept(row: dict[str, Any]) -> float | None:
@@ -273,7 +287,7 @@ def lossless_text(lossless: dict[str, Any]) -> str:
         bugs = len(check["divergences"]) - ties
         lines.append(
             [
-                check.get("drafter", "-"),
+                check.get("drafter", "-") + tree_text(check),
                 check.get("against", "-"),
                 check["dtype"],
                 str(check["draft_length"]),

@@ -9,11 +9,12 @@ that serves.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 from torch import Tensor
+
+from headstart.heads.tree import Tree
 
 
 class Chance(Protocol):
@@ -112,24 +113,10 @@ def verify_blocks(target_TV: Tensor, draft_KV: Tensor | None, drafts: Sequence[i
     return [corrected(target_TV[0] - laws[0], target_TV[0], chance)]
 
 
-@dataclass(frozen=True)
-class Tree:
-    """A static tree of drafts: `parents[n]` is the parent of node n, before it in order; node 0 is the last emitted token.
-
-    A chain of K drafts is Tree((-1, 0, .., K - 1)).
-    """
-
-    parents: tuple[int, ...]
-
-    def children(self, node: int) -> list[int]:
-        """Nodes drafted after `node`, in the order they are judged in."""
-        return [child for child, parent in enumerate(self.parents) if parent == node and child > node]
-
-
 def verify_tree(
     target_NV: Tensor, tree: Tree, tokens: Sequence[int], draft_NV: Tensor | None, chance: Chance
 ) -> list[int]:
-    """Verification of a static tree, child by child (Miao et al., arXiv 2305.09781; Jeon et al., arXiv 2402.14160).
+    """Verification of a tree, child by child (Miao et al., arXiv 2305.09781; Jeon et al., arXiv 2402.14160).
 
     At a node with target law p and draft law q the children are judged in order. Each one that is refused changes both
     laws: what is left to produce is r = max(p - q, 0), normalised, and, since siblings are drawn without replacement, the

@@ -1,7 +1,9 @@
-"""A key/value cache that is addressed by position.
+"""A key/value cache that is addressed by slot.
 
-A row has no length of its own: a forward writes positions start .. start + T - 1 and attends to positions up to its
-own, so undoing rejected tokens is passing a smaller start. transformers models write to it through `update`.
+A row has no length of its own: a forward writes slots start .. start + T - 1 and attends to slots up to its own, so
+undoing rejected tokens is passing a smaller start. In a text the slot of a token is its position; the nodes of a tree of
+drafts lie side by side, and those that were accepted are moved together afterwards (`move_slots`). transformers models
+write to it through `update`.
 """
 
 from typing import Any
@@ -18,7 +20,7 @@ class PositionCache(Cache):
     """Keys and values [num_rows, kv_heads, capacity, head_dim] per layer.
 
     The capacity follows the longest live row in steps, because batched matrix products copy what is not contiguous. Its
-    last position is never attended to; padding is written there.
+    last slot is never attended to; padding is written there.
     """
 
     def __init__(self, num_layers: int, num_rows: int, max_length: int) -> None:
@@ -30,29 +32,44 @@ class PositionCache(Cache):
         self._keys: list[Tensor | None] = [None] * num_layers
         self._values: list[Tensor | None] = [None] * num_layers
         self._row_B1 = torch.zeros(0, 1, dtype=torch.int64)
-        self._position_BT = torch.zeros(0, 0, dtype=torch.int64)
+        self._slot_BT = torch.zeros(0, 0, dtype=torch.int64)
+        self._sees_BTT: Tensor | None = None
         self._rows: Tensor | None = None
 
-    def plan(self, position_BT: Tensor, rows: Tensor | None, end: int, fresh: bool) -> Tensor:
-        """Say where the next forward writes: row b (the first B, or `rows`) at position_BT[b], all below `end`.
+    def plan(
+        self,
+        slot_BT: Tensor,
+        rows: Tensor | None,
+        end: int,
+        fresh: bool,
+        sees_BTT: Tensor | None = None,
+    ) -> Tensor:
+        """Say where the next forward writes: row b (the first B, or `rows`) at slot_BT[b], all below `end`.
 
-        Where every row starts at position 0 (`fresh`), what is written is all there is to attend to. Returns the
-        positions, those of padding beyond `end` moved to the last one of the capacity.
+        Where every row starts at slot 0 (`fresh`), what is written is all there is to attend to. `sees_BTT` (bool) says
+        which of the T tokens of a tree attend to which, beside all slots before the first; by default those before them.
+        Returns the slots, those of padding beyond `end` moved to the last one of the capacity.
         """
         needed = capacity_for(end)
         if needed > self.capacity:
             self._resize(needed)
         self.fresh = fresh
         self._rows = rows
-        self._position_BT = position_BT.clamp(max=self.capacity - 1)
-        index = torch.arange(position_BT.shape[0], device=position_BT.device) if rows is None else rows
+        self._slot_BT = slot_BT.clamp(max=self.capacity - 1)
+        self._sees_BTT = sees_BTT
+        index = torch.arange(slot_BT.shape[0], device=slot_BT.device) if rows is None else rows
         self._row_B1 = index[:, None]
-        return self._position_BT
+        return self._slot_BT
 
     def bias(self, dtype: torch.dtype) -> Tensor:
-        """What to add to the scores [B, T, capacity] of the planned forward: -inf at positions behind a token's own."""
-        position_L = torch.arange(self.capacity, device=self._position_BT.device)
-        hidden_BTL = position_L > self._position_BT[:, :, None]
+        """What to add to the scores [B, T, capacity] of the planned forward: -inf at slots a token does not attend to."""
+        slot_L = torch.arange(self.capacity, device=self._slot_BT.device)
+        if self._sees_BTT is None:
+            hidden_BTL = slot_L > self._slot_BT[:, :, None]
+        else:
+            before_B1L = slot_L < self._slot_BT[:, :1, None]
+            slot_BTT = self._slot_BT[:, None].expand_as(self._sees_BTT)
+            hidden_BTL = (~before_B1L).repeat(1, slot_BTT.shape[1], 1).scatter_(2, slot_BTT, ~self._sees_BTT)
         return torch.zeros(hidden_BTL.shape, dtype=dtype, device=hidden_BTL.device).masked_fill_(hidden_BTL, -torch.inf)
 
     def update(
@@ -64,8 +81,8 @@ class PositionCache(Cache):
             keys = self._allocate(key_states)
             values = self._allocate(value_states)
             self._keys[layer_idx], self._values[layer_idx] = keys, values
-        keys[self._row_B1, :, self._position_BT] = key_states.transpose(1, 2)
-        values[self._row_B1, :, self._position_BT] = value_states.transpose(1, 2)
+        keys[self._row_B1, :, self._slot_BT] = key_states.transpose(1, 2)
+        values[self._row_B1, :, self._slot_BT] = value_states.transpose(1, 2)
         if self.fresh:
             return key_states, value_states
         if self._rows is None:
@@ -81,13 +98,27 @@ class PositionCache(Cache):
                 tensor[destination, :, :length] = tensor[source, :, :length]
 
     @torch.inference_mode()
+    def move_slots(self, source_BK: Tensor, first_B: Tensor) -> None:
+        """Copy slots source_BK of the first B rows to first_b, first_b + 1, .. in the same row.
+
+        A row's sources lie at or behind where they go; entries of `source_BK` that only pad a row repeat a slot that
+        nothing reads any more.
+        """
+        row_B1 = torch.arange(len(first_B), device=first_B.device)[:, None]
+        slot_BK = first_B[:, None] + torch.arange(source_BK.shape[1], device=first_B.device)
+        slot_BK = slot_BK.clamp(max=self.capacity - 1)  # of padding
+        for tensor in (*self._keys, *self._values):
+            if tensor is not None:
+                tensor[row_B1, :, slot_BK] = tensor[row_B1, :, source_BK]
+
+    @torch.inference_mode()
     def shrink(self, length: int) -> None:
         """Give up capacity when every row still in use is at most `length` long."""
         if capacity_for(length) < self.capacity:
             self._resize(capacity_for(length))
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        return int(self._position_BT[0, 0]) if self._position_BT.numel() else 0
+        return int(self._slot_BT[0, 0]) if self._slot_BT.numel() else 0
 
     def _allocate(self, states: Tensor) -> Tensor:
         # Zeros, since a masked position still takes part in products, where anything but a number would spread.

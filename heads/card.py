@@ -80,9 +80,9 @@ def _main_row(record: dict[str, Any], evals: dict[str, Any]) -> dict[str, Any] |
 
 
 def _rows(record: dict[str, Any], evals: dict[str, Any]) -> list[dict[str, Any]]:
-    """Acceptance rows of this head, over all context lengths."""
+    """Acceptance rows of this head's chains, over all context lengths."""
     found: list[dict[str, Any]] = (evals.get("acceptance") or {}).get("rows", [])
-    return [row for row in found if row["drafter"] == record["kind"] and row["context"] == "all"]
+    return [r for r in found if r["drafter"] == record["kind"] and r["context"] == "all" and r["tree"] is None]
 
 
 def _acceptance(record: dict[str, Any], evals: dict[str, Any]) -> str:

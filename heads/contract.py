@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from headstart.heads.batch import Batch
+from headstart.heads.errors import WrongInput
 from headstart.heads.facts import TargetFacts
 from headstart.heads.layers import Projection
 
@@ -46,11 +47,24 @@ class Draft:
     logits_BKV: Tensor  # draft-vocabulary logits of each step
 
 
+@dataclass
+class Level:
+    """Nodes of a tree of drafts at one depth, those that more drafts follow, fed together."""
+
+    parent_BW: Tensor  # int64, index of each node's parent among the nodes of the level before
+    index_BW: Tensor  # int64, the token of each node as a draft-vocabulary index
+
+
+# Grows a tree: from draft logits [B, W, Vd] of the nodes fed last (at first the one root) to the next level, or None.
+Grow = Callable[[Tensor], Level | None]
+
+
 class Head(nn.Module, ABC):
     """What is trained: a draft of any kind for one frozen target."""
 
     kind: ClassVar[str]
     reads: ClassVar[Literal["taps", "final"]]  # what of the target's states is this kind's feature
+    drafts_trees: ClassVar[bool] = False  # has `draft_tree`
     settings: Any  # the dataclass of this kind in heads/settings.py
     facts: TargetFacts
     taps: list[int]  # residual streams read from the target, ascending; none where `final` is read
@@ -78,6 +92,20 @@ class Head(nn.Module, ABC):
 
         After a block's first step one token a row is fed.
         """
+
+    def draft_tree(self, state: Any, grow: Grow) -> None:
+        """Draft a tree, level by level: `grow` chooses every row's nodes and keeps what it wants to know of them.
+
+        It is given the logits behind all nodes fed last, first behind x_{t+1}, and returns the nodes that are to be drafted
+        from. Logits behind a node are those that `rollout` has along its path: a node sees slots 0..t, its ancestors and
+        itself. The state needs room for one slot a node.
+
+        Raises:
+            WrongInput: a kind of head that drafts chains only.
+        """
+        raise WrongInput(
+            f"heads of kind {self.kind!r} draft chains only.\nMeasure them without trees (eval.trees: [])."
+        )
 
     @abstractmethod
     def accept(self, state: Any, features_BTF: Tensor, next_tokens_BT: Tensor, num_accepted_B: Tensor) -> None:

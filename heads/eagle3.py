@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from headstart.heads.batch import Batch, supervised_pairs
-from headstart.heads.contract import Draft, Head, Rollout, Sampler, greedy
+from headstart.heads.contract import Draft, Grow, Head, Rollout, Sampler, greedy
 from headstart.heads.errors import WrongInput
 from headstart.heads.facts import TargetFacts, default_taps
-from headstart.heads.layers import GatedMLP, Projection, RMSNorm, Rotary, attend_one, attend_paths
+from headstart.heads.layers import GatedMLP, Projection, RMSNorm, Rotary, attend_level, attend_one, attend_paths
 from headstart.heads.settings import Eagle3Settings
 
 
@@ -94,6 +94,7 @@ class Eagle3(Head):
 
     kind = "eagle3"
     reads = "taps"
+    drafts_trees = True
 
     def __init__(self, settings: Eagle3Settings, facts: TargetFacts, draft_ids_V: Tensor) -> None:
         super().__init__()
@@ -251,6 +252,31 @@ class Eagle3(Head):
                 hidden_BH = normed_BH
         return Draft(torch.cat(tokens, dim=1), torch.cat(logits, dim=1))
 
+    def draft_tree(self, state: DraftState, grow: Grow) -> None:
+        self._read_fresh(state)
+        hidden_BWH = state.last_BH[:, None]
+        num_rows, num_slots = len(hidden_BWH), int(state.length_B.max())
+        slot_L = torch.arange(state.key_BGLD.shape[2], device=self.device)
+        visible_BWL = (slot_L < state.length_B[:, None])[:, None]
+        row_B1 = torch.arange(num_rows, device=self.device)[:, None]
+        depth, first_B1 = 0, state.length_B[:, None]  # nodes lie side by side from the first free slot on
+        while (level := grow(self.logits(self.norm(hidden_BWH)))) is not None:
+            depth += 1
+            if self.settings.norm_output:
+                hidden_BWH = self.norm(hidden_BWH)
+            width = level.index_BW.shape[1]
+            slot_BW = first_B1 + torch.arange(width, device=self.device)
+            visible_BWL = visible_BWL[row_B1, level.parent_BW].scatter(2, slot_BW[:, :, None], True)
+            num_slots, first_B1 = num_slots + width, first_B1 + width
+            hidden_BWH = self._step_level(
+                state,
+                hidden_BWH[row_B1, level.parent_BW],
+                self.draft_ids_V[level.index_BW],
+                state.length_B[:, None] - 1 + depth,
+                slot_BW,
+                visible_BWL[:, :, :num_slots],
+            )
+
     def _read_fresh(self, state: DraftState) -> None:
         """Write the waiting slots (target features) to the caches and compute the state of each row's last one."""
         if state.fresh_BTF is None or state.fresh_token_BT is None or state.num_fresh_B is None:
@@ -283,6 +309,28 @@ class Eagle3(Head):
         state.key_BGLD[row_B, :, position_B] = self.rotary(key_BGD, cos_L[position_B], sin_L[position_B])
         state.value_BGLD[row_B, :, position_B] = value_BGD
         return self._attend(state, x_BI, residual_BH, position_B)
+
+    def _step_level(
+        self,
+        state: DraftState,
+        hidden_BWH: Tensor,
+        token_BW: Tensor,
+        position_B1: Tensor,
+        slot_BW: Tensor,
+        visible_BWL: Tensor,
+    ) -> Tensor:
+        """The same for all nodes of a level of a tree: slots of their own, one position, and what each of them sees."""
+        layer, attention = self.midlayer, self.midlayer.self_attn
+        x_BWI, residual_BWH = layer.read(self.embed(token_BW), hidden_BWH)
+        cos_L, sin_L = self.rotary.tables(state.key_BGLD.shape[2], self.device)
+        cos_B1D, sin_B1D = cos_L[position_B1], sin_L[position_B1]
+        key_BWGD, value_BWGD = attention.key_value(x_BWI)
+        row_B1, used = torch.arange(len(token_BW), device=self.device)[:, None], visible_BWL.shape[2]
+        state.key_BGLD[row_B1, :, slot_BW] = self.rotary(key_BWGD, cos_B1D, sin_B1D)
+        state.value_BGLD[row_B1, :, slot_BW] = value_BWGD
+        query_BWHD = self.rotary(attention.query(x_BWI), cos_B1D, sin_B1D)
+        keys_values = (state.key_BGLD[:, :, :used], state.value_BGLD[:, :, :used])
+        return layer.write(residual_BWH, attend_level(query_BWHD, *keys_values, visible_BWL))
 
     def _attend(self, state: DraftState, x_BI: Tensor, residual_BH: Tensor, position_B: Tensor) -> Tensor:
         cos_L, sin_L = self.rotary.tables(state.key_BGLD.shape[2], self.device)

@@ -175,3 +175,15 @@ def attend_one(query_BHD: Tensor, key_BGLD: Tensor, value_BGLD: Tensor, last_B: 
         query_BHD[:, :, None], key_BGLD, value_BGLD, visible_B11L, enable_gqa=True
     )
     return out_BH1D.flatten(1)
+
+
+def attend_level(query_BWHD: Tensor, key_BGLD: Tensor, value_BGLD: Tensor, visible_BWL: Tensor) -> Tensor:
+    """Several queries a row over a cache: query w of row b reads the slots where `visible_BWL` is true.
+
+    Returns:
+        [B, W, H * D] in the query's dtype.
+    """
+    out_BHWD = functional.scaled_dot_product_attention(
+        query_BWHD.transpose(1, 2), key_BGLD, value_BGLD, visible_BWL[:, None], enable_gqa=True
+    )
+    return out_BHWD.transpose(1, 2).flatten(2)

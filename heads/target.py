@@ -5,6 +5,7 @@ input of the output head.
 """
 
 import copy
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path as FilePath
@@ -27,6 +28,7 @@ from headstart.heads.paths import Prompt
 from headstart.heads.precision import DTYPES, choose_precision
 from headstart.heads.settings import TargetSettings
 from headstart.heads.target_facts import check_supported, check_taps, read_facts
+from headstart.heads.tree import Tree, stacked
 
 # A pass of fewer tokens takes longer a token, so that padding is worth it; otherwise a path may be so much padding.
 FULL_PASS = 256
@@ -96,20 +98,27 @@ class Target:
         cache: PositionCache,
         length_B: Tensor | None = None,
         rows: Tensor | None = None,
+        trees: Sequence[Tree] | None = None,
     ) -> States:
         """Run tokens at positions start_b .. start_b + T - 1 of cache rows (the first B, or `rows`).
 
-        Keys and values are written at these positions; every token attends to 0 .. its own position. Rows with fewer
+        Keys and values are written at slots of the same numbers; every token attends to 0 .. its own. Rows with fewer
         than T tokens are right-padded and `length_B` long; states of padding are meaningless. To undo tokens, pass a
-        smaller start next time.
+        smaller start next time. With `trees`, the tokens of row b are the nodes of a tree: their slots are the same, but
+        positions go by depth, and a node sees its own branch only (`heads/tree.py`).
         """
         num_tokens = tokens_BT.shape[1]
         end = int((start_B + (num_tokens if length_B is None else length_B)).max())
         if end > cache.max_length:
             raise ValueError(f"position {end} lies beyond the cache of {cache.max_length} positions")
-        position_BT = start_B[:, None] + torch.arange(num_tokens, device=start_B.device)
+        slot_BT = start_B[:, None] + torch.arange(num_tokens, device=start_B.device)
         fresh = self._direct is not None and num_tokens > 1 and not bool(start_B.any())
-        position_BT = cache.plan(position_BT, rows, end, fresh)
+        if trees is None:
+            position_BT = cache.plan(slot_BT, rows, end, fresh)
+        else:
+            depth_BT, sees_BTT = stacked(trees, num_tokens, start_B.device)
+            position_BT = start_B[:, None] + depth_BT
+            cache.plan(slot_BT, rows, end, False, sees_BTT)
         if self._direct is not None:
             taps, final_BTH = self._direct(tokens_BT, position_BT, cache)
             return States(torch.cat(taps, dim=-1), final_BTH)

@@ -114,7 +114,7 @@ def expected(hint: Any) -> str:
     if get_origin(hint) is list:
         item = expected(get_args(hint)[0])
         plural = {"a whole number": "whole numbers", "a number": "numbers", "text": "texts"}
-        return f"a list of {plural.get(item, item)}"
+        return f"a list of {plural.get(item, item).replace('a list of', 'lists of')}"
     if is_dataclass(hint):
         return "keys with values"
     return {bool: "true or false", int: "a whole number", float: "a number", str: "text"}[hint]

@@ -51,6 +51,9 @@ class Recipe:
             yield "train.depth", f"found {self.train.depth}; {reply}"
         if max(self.eval.draft_lengths) >= longest:
             yield "eval.draft_lengths", f"found {self.eval.draft_lengths}; {reply}"
+        deepest = max(self.eval.trees, key=len, default=[])
+        if len(deepest) >= longest:
+            yield "eval.trees", f"found {deepest}, {len(deepest)} deep; {reply}"
         if (most := self.head.max_depth) is not None:
             heads = f"head.num_heads = {most}, since {self.head.kind} has weights of its own for each drafted token"
             if self.train.depth != most:
@@ -58,3 +61,5 @@ class Recipe:
             for name in ("draft_lengths", "speed_draft_lengths"):
                 if max(found := getattr(self.eval, name)) > most:
                     yield f"eval.{name}", f"found {found}, expected at most {heads}"
+            if len(deepest) > most:
+                yield "eval.trees", f"found {deepest}, {len(deepest)} deep, expected at most {heads}"

@@ -33,7 +33,7 @@ ACCEPTANCE_ROW = {
     "top_p": NUMBER,
     "draft": ("greedy", "sampled"),
     "draft_length": int,
-    "tree": (NULL, dict),
+    "tree": (NULL, list),
     "counting": ("reply", "engine"),
     "num_prompts": int,
     "num_tokens": int,

@@ -9,6 +9,7 @@ from transformers import Phi3Config, Phi3ForCausalLM
 
 from headstart.heads.batch import pack, supervised_pairs
 from headstart.heads.checkpoint import KINDS, load_head, save_head
+from headstart.heads.contract import Level
 from headstart.heads.eagle3 import Eagle3
 from headstart.heads.errors import WrongInput
 from headstart.heads.facts import TargetFacts, default_taps
@@ -196,6 +197,66 @@ def test_future_tokens_and_states_change_nothing(kind, flags):
             assert_close(after_states[row, t, j], logits, 1e-12)
         if t + j <= cut:
             assert_close(after_tokens[row, t, j], logits, 1e-12)
+
+
+TREE_VARIANTS = [(kind, flags) for kind, flags in VARIANTS if KINDS[kind].drafts_trees]
+
+
+def branch_row(row, t, tokens, dtype):
+    """A recorded row up to start t, then a branch of drafts, and one token more that its last logits speak of."""
+    path, taps, final = row
+    token_N = np.array([*path.token_N[: t + 2], *tokens, tokens[-1] if tokens else path.token_N[0]], dtype=np.int32)
+    features = [torch.zeros(len(token_N) - 1, x.shape[1], dtype=dtype) for x in (taps, final)]
+    for feature, known in zip(features, (taps, final), strict=True):
+        feature[: t + 1] = known[: t + 1]
+    generated_N = np.arange(len(token_N)) >= path.num_prompt_tokens
+    branch = Path(
+        prompt_id="branch", route="chat", split="train", token_N=token_N, generated_N=generated_N,
+        logprob_N=np.full(len(token_N), -1, np.float32), finish_reason="length", sampling={},
+    )  # fmt: skip
+    return branch, *features
+
+
+@pytest.mark.parametrize(("kind", "flags"), TREE_VARIANTS, ids=str)
+@pytest.mark.parametrize(("dtype", "tolerance"), PRECISION)
+def test_a_drafted_tree_equals_rollout_along_every_branch(kind, flags, dtype, tolerance):
+    """Random trees of a ragged batch, one after the other, with random accepted counts between them."""
+    head = make_head(kind, flags, dtype)
+    random = np.random.default_rng(4)
+    prompts = [5, 1, 9]
+    rows = make_rows(head, [(prompt, 16) for prompt in prompts], dtype)
+    start = [prompt - 1 for prompt in prompts]
+    with torch.no_grad():
+        state = head.start(*slots_of(head, rows, [(0, p) for p in prompts]), torch.tensor(prompts), max_length=64)
+        for accepted in ([2, 0, 3], [0, 3, 1], [0, 0, 0]):
+            widths = iter((3, 4, 2))
+            level = [[()] for _ in rows]  # draft-vocabulary indices on the way to each node fed last
+            found = []
+
+            def grow(logits_BWV, widths=widths, level=level, found=found):
+                for b, nodes in enumerate(level):
+                    found.extend((b, node, logits_BWV[b, w]) for w, node in enumerate(nodes))
+                width = next(widths, None)
+                if width is None:
+                    return None
+                parent_BW = torch.from_numpy(random.integers(0, len(level[0]), (len(rows), width)))
+                index_BW = torch.from_numpy(random.integers(0, len(head.draft_ids_V), (len(rows), width)))
+                level[:] = [
+                    [(*level[b][p], i) for p, i in zip(parent_BW[b].tolist(), index_BW[b].tolist(), strict=True)]
+                    for b in range(len(rows))
+                ]
+                return Level(parent_BW, index_BW)
+
+            head.draft_tree(state, grow)
+            assert len(found) == len(rows) * (1 + 3 + 4 + 2)
+            ids = head.draft_ids_V.tolist()
+            branches = [branch_row(rows[b], start[b], [ids[i] for i in node], dtype) for b, node, _ in found]
+            expected = pair_logits(head, branches, 4)
+            for place, (b, node, logits) in enumerate(found):
+                assert_close(logits, expected[(place, start[b], len(node))], tolerance)
+            slices = [(t + 1, t + 5) for t in start]
+            head.accept(state, *slots_of(head, rows, slices), torch.tensor(accepted))
+            start = [t + number + 1 for t, number in zip(start, accepted, strict=True)]
 
 
 def test_supervised_pairs_are_exactly_those_serving_can_meet():

@@ -143,6 +143,7 @@ def test_a_finished_run_is_measured_exported_and_reported_again(
     )
     rows = read_json(run / "eval" / "acceptance.json")["rows"]
     assert {row["draft_length"] for row in rows if row["source"] == "offline"} >= {1, 2}
+    assert [len(row["tree"]) for row in rows if row["tree"]] == [11]  # 2-2-1
     before = main_row(read_evals(run / "eval")["acceptance"], "eagle3")
     assert cli.run(["eval", "smoke", "--checkpoint", "last", "--draft-length", "1,2", "--temperature", "0,0.8"]) == 0
     acceptance = read_evals(run / "eval")["acceptance"]

@@ -1,6 +1,7 @@
 """Laws of the verification rules, exact on toy targets: what is emitted is the target's own law."""
 
 from collections import Counter
+from itertools import product
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from headstart.eval.enumeration import (
     EXACT,
     SAMPLERS,
     Branch,
+    DynamicTreeDecoder,
     Toy,
     ToyDecoder,
     TreeDecoder,
@@ -27,7 +29,12 @@ from headstart.eval.parts import Parts
 from headstart.eval.verify import RULES, Uniforms, verify_tokens
 from headstart.heads.sampling import Sampling, filtered_probabilities
 
-KINDS = {**{name: (ToyDecoder, rule) for name, rule in RULES.items()}, "tree": (TreeDecoder, verify_tokens)}
+DRAFTS = ("greedy", "sampled")
+KINDS = {
+    **{name: (ToyDecoder, rule) for name, rule in RULES.items()},
+    "tree": (TreeDecoder, verify_tokens),
+    "dynamic_tree": (DynamicTreeDecoder, verify_tokens),
+}
 TOYS = {"whole": Toy.random(4), "mapped": Toy.random(4, draft_size=3, seed=1), "flat": Toy.random(3, seed=2)}
 
 
@@ -64,8 +71,9 @@ def test_the_filters_are_the_plainly_written_ones(sampling):
 
 
 @pytest.mark.parametrize("sampling", SAMPLERS, ids=str)
-@pytest.mark.parametrize("draft", ["greedy", "sampled"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "draft"), [way for way in product(KINDS, DRAFTS) if way != ("dynamic_tree", "sampled")]
+)
 @pytest.mark.parametrize("toy", TOYS)
 def test_the_law_of_what_is_emitted_is_the_targets_own(toy, kind, draft, sampling):
     decoder, rule = KINDS[kind]
@@ -105,7 +113,8 @@ def test_the_rule_in_three_plain_lines_is_the_same_rule(sampling):
 def test_greedy_drafts_are_judged_as_certain():
     """Case 82: p = q = (0.51, 0.49), the likeliest token drafted, or both in a tree."""
     toy = toy_of((0.51, 0.49), (0.51, 0.49))
-    for decoder in (ToyDecoder(toy, draft="greedy", draft_length=1), TreeDecoder(toy, draft="greedy")):
+    trees = (kind(toy, draft="greedy") for kind in (TreeDecoder, DynamicTreeDecoder))
+    for decoder in (ToyDecoder(toy, draft="greedy", draft_length=1), *trees):
         assert decoder.emitted_law(0, 1) == pytest.approx({(0,): 0.51, (1,): 0.49}, abs=1e-15)
         assert compare(decoder).exact
 
@@ -139,7 +148,8 @@ def test_the_target_alone_has_the_law_that_is_compared_with():
 @pytest.mark.parametrize("kind", KINDS)
 def test_random_numbers_follow_the_enumerated_law(kind):
     decoder_kind, rule = KINDS[kind]
-    decoder = decoder_kind(TOYS["mapped"], rule, draft_length=2, stop_ids=frozenset([1]))
+    draft = "greedy" if kind == "dynamic_tree" else "sampled"
+    decoder = decoder_kind(TOYS["mapped"], rule, draft=draft, draft_length=2, stop_ids=frozenset([1]))
     chance = Uniforms(np.random.default_rng(5))
     counts: Counter[tuple[int, ...]] = Counter()
     for _ in range(2000):

@@ -265,7 +265,7 @@ def test_the_certificate_of_sampled_replies_is_conclusive(tiny_target, recorded,
     content = json.loads(text)
     assert violations(content, LOSSLESS) == []
     assert content["verdict"] == "lossless"
-    statistical = [check for check in content["checks"] if check["name"] != "enumeration"]
+    statistical = [check for check in content["checks"] if check["name"] in ("first_tokens", "martingale")]
     assert {(check["name"], check["draft"]) for check in statistical} == {
         (name, draft) for name in ("first_tokens", "martingale") for draft in ("greedy", "sampled")
     }
@@ -273,8 +273,12 @@ def test_the_certificate_of_sampled_replies_is_conclusive(tiny_target, recorded,
     enumerated = [check for check in content["checks"] if check["name"] == "enumeration"]
     assert {check["shape"] for check in enumerated} == {"chain", "tree"}
     assert all(check["num_tokens"] == 0 for check in enumerated)  # a toy says nothing about this head's replies
+    (identity,) = [check for check in content["checks"] if check["name"] == "greedy_identity"]
+    assert (identity["shape"], identity["draft_length"], identity["verdict"]) == ("tree", 3, "pass")
+    assert identity["num_tokens"] > 20
     assert "seeded faults" not in told[-1]
     assert "enumeration: " in told[-1]
+    assert "eagle3, tree 3-2-1 (15 nodes)" in told[-1]
 
 
 def test_replies_that_do_not_end_at_their_first_stop_token_are_seen(tiny_target, head):

@@ -40,6 +40,7 @@ from tests.test_decode import NO_STOP, continuations, fitted_head, make_path, ma
 SETTINGS = EvalSettings(
     draft_lengths=[1, 3],
     draft_length=3,
+    trees=[[2, 2]],
     live_batch=2,
     speed_prompts=2,
     speed_new_tokens=12,
@@ -129,6 +130,16 @@ def test_rows_keep_the_laws_of_counting(measured):
         assert [s["value"] for s in row["survival"]][: len(known)] == pytest.approx(
             [math.prod(known[: k + 1]) for k in range(len(known))]
         )
+
+
+def test_a_tree_has_a_row_of_its_own(measured):
+    rows = read_json(measured / "eval" / "acceptance.json")["rows"]
+    (row,) = [row for row in rows if row["tree"] is not None]
+    assert row["tree"] == [-1, 0, 0, 1, 1, 2, 2]
+    assert (row["source"], row["draft"], row["draft_length"], row["route"]) == ("offline", "greedy", 2, "all")
+    first = next(r for r in rows if r["source"] == "offline" and r["draft_length"] == 1 and r["route"] == "all")
+    assert row["num_steps"] < first["num_steps"]
+    assert write_report(measured).read_text().count("eagle3, tree 2-2 (6 nodes)") == 1
 
 
 def test_live_run_agrees_with_offline_and_the_verdict_is_lossless(measured):
@@ -231,7 +242,7 @@ def test_sampled_replies_have_a_verdict_by_themselves(sampled):
     _, results = sampled
     assert results["lossless"]["verdict"] == "lossless"
     names = {check["name"] for check in results["lossless"]["checks"]}
-    assert names == {"enumeration", "first_tokens", "martingale"}
+    assert names == {"enumeration", "first_tokens", "martingale", "greedy_identity"}
     assert failures(results, SAMPLED_SETTINGS) == []
     rows = results["acceptance"]["rows"]
     kinds = {(row["source"], row["draft"]) for row in rows if row["drafter"] == "eagle3"}

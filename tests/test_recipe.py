@@ -64,6 +64,10 @@ BAD_RECIPES = [
             "mine.yaml:1: eval.speed_draft_lengths: found [2, 3, 4], expected at most head.num_heads = 3",
         ],
     ),
+    (
+        "head: {kind: mlp, num_heads: 4}\ntrain: {depth: 4}\neval: {trees: [[2, 1, 1, 1, 1]]}",
+        ["mine.yaml:3: eval.trees: found [2, 1, 1, 1, 1], 5 deep, expected at most head.num_heads = 4"],
+    ),
     ("head: {kind: mlp}", ["mine.yaml:1: train.depth: found 3, expected head.num_heads = 4, since mlp has weights of"]),
     (
         "head: {kind: mlp, num_heads: 1}\ntrain: {depth: 1}\n"
@@ -82,6 +86,19 @@ BAD_RECIPES = [
     ("train: {loss: {kind: kd}}", ["train.loss.kind: found 'kd', expected kl, ce, tv or lk_hybrid"]),
     ("traffic: {max_new_tokens: 3}\ntrain: {depth: 2}", ["mine.yaml:1: eval.draft_lengths: found [1, 2, 3, 4]"]),
     ("eval: {draft_lengths: [1, 2]}", ["eval.draft_length: found 4, expected one of draft_lengths = [1, 2]"]),
+    ("eval: {trees: [[2, 1], []]}", ["mine.yaml:1: eval.trees: found [] in place 1, expected children per node"]),
+    (
+        "eval: {trees: [[2], [2]]}",
+        ["eval.trees: found [2] in place 1, expected children per node at one or more depths"],
+    ),
+    ("eval: {trees: [[40, 40]]}", ["eval.trees: found [40, 40] with 1640 nodes, expected at most 1024"]),
+    ("eval: {trees: [[2, 0]]}", ["eval.trees[0][1]: found 0, expected at least 1"]),
+    ("eval: {trees: [2]}", ["eval.trees[0]: found 2, expected a list of whole numbers, such as [2]"]),
+    (
+        "traffic: {max_new_tokens: 6}\neval: {trees: [[1], [1, 1, 1, 1, 1, 1]]}",
+        ["eval.trees: found [1, 1, 1, 1, 1, 1], 6 deep; a reply has at most traffic.max_new_tokens = 6 tokens"],
+    ),
+    ("eval: {trees: 2}", ["eval.trees: found 2, expected a list of lists of whole numbers"]),
     ("eval:\n  draft_lengths: []", ["mine.yaml:2: eval.draft_lengths: found [], expected one or more"]),
     (
         "export: {engines: [vlm]}",

@@ -43,16 +43,21 @@ def probabilities(target, prompt, sampling, length):
     return texts
 
 
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("draft", DRAFTS)
-def test_replies_have_the_targets_law(tiny_target, drafters, rule, draft):
+def assert_law(target, drafter, prompt, **options):
     """Chi-square of whole replies against their exact probabilities, at level 1e-4 with fixed random numbers."""
-    sampling, prompt, number = Sampling(1.5, top_k=3), make_prompts(tiny_target, [6], seed=2)[0], 1500
+    sampling, number = Sampling(1.5, top_k=3), 1500
     replies = decode(
-        tiny_target, [prompt] * number, drafters["model"], 3, 4, NO_STOP, batch=100,
-        sampling=sampling, draft=draft, rule=rule, seed=5,
-    )  # fmt: skip
-    exact = probabilities(tiny_target, prompt, sampling, 4)
+        target,
+        [prompt] * number,
+        drafter,
+        max_new_tokens=4,
+        stop_ids=NO_STOP,
+        batch=100,
+        sampling=sampling,
+        seed=5,
+        **options,
+    )
+    exact = probabilities(target, prompt, sampling, 4)
     counts = dict.fromkeys(exact, 0)
     for reply in replies:
         counts[tuple(reply.token_ids)] += 1  # a reply outside the filters has no entry
@@ -69,6 +74,13 @@ def test_replies_have_the_targets_law(tiny_target, drafters, rule, draft):
     assert len(expected) > 15
     assert p_value > 1e-4
     assert any(step.accepted for reply in replies for step in reply.steps)
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("draft", DRAFTS)
+def test_replies_have_the_targets_law(tiny_target, drafters, rule, draft):
+    prompt = make_prompts(tiny_target, [6], seed=2)[0]
+    assert_law(tiny_target, drafters["model"], prompt, draft_length=3, draft=draft, rule=rule)
 
 
 @pytest.mark.parametrize("kind", ["eagle3", "model", "ngram"])

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from headstart.eval.enumeration import every_run
-from headstart.eval.verify import RULES, Tree, Uniforms, invert, verify_blocks, verify_tokens, verify_tree
+from headstart.eval.verify import RULES, Uniforms, invert, verify_blocks, verify_tokens, verify_tree
+from headstart.heads.tree import Tree
 
 SIZE = 3  # tokens of the toy vocabulary
 CHAIN = 3
