@@ -183,7 +183,8 @@ def write_calibration(
     subject: Subject, folder: FilePath, names: dict[str, Any], heads: Sequence[tuple[str, list[ReplyAcceptance]]]
 ) -> None:
     """calibration.json; speed-ups are predicted where steps of this checkpoint were timed, now or before."""
-    timed = kept_entries(folder / "speed.json", "rows", names)
+    speed = of_checkpoint(read_evals(folder), names["checkpoint"])["speed"]
+    timed = speed["rows"] if speed else []  # whatever prompts: a step costs what it costs
     body = calibration_entries(
         heads,
         names["checkpoint"]["kind"],
