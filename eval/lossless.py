@@ -350,6 +350,7 @@ def certificate(
     if head.drafts_trees:
         short = sorted(prompts, key=len)[:TREE_PROMPTS]
         tree = Tree.branching(*(settings.trees[0] if settings.trees else DEFAULT_TREE))
+        tree = tree.cut(head.settings.max_depth or tree.depth)
         checks.append(tree_identity(target, head, short, min(limit, TREE_TOKENS), tree, settings.live_batch))
         tell(f"lossless: greedy identity with a {tree}: {checks[-1]['num_tokens']} tokens, {checks[-1]['verdict']}")
     return checks

@@ -12,6 +12,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from headstart.heads.contract import Head
+from headstart.heads.eagle1 import Eagle1
 from headstart.heads.eagle3 import Eagle3
 from headstart.heads.errors import WrongInput
 from headstart.heads.facts import TargetFacts
@@ -28,6 +29,7 @@ WEIGHTS, DESCRIPTION = "head.safetensors", "head.json"
 # Every kind of head there is; `settings.HEADS` has their settings under the same names.
 KINDS: dict[str, type[Head]] = {
     "eagle3": Eagle3,
+    "eagle1": Eagle1,
     "medusa": Medusa,
     "hydra": Hydra,
     "mlp": MLP,

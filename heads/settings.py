@@ -37,6 +37,11 @@ class HeadSettings:
         return []
 
     @property
+    def predicts_final(self) -> bool:
+        """Whether the states that are projected to logits stand for the target's own final states."""
+        return False
+
+    @property
     def max_depth(self) -> int | None:
         """Drafted tokens that the head has weights for; None where it recycles its own states without end."""
         return None
@@ -68,6 +73,19 @@ class Eagle3Settings(HeadSettings):
 
 
 @dataclass(frozen=True)
+class Eagle1Settings(HeadSettings):
+    """EAGLE head (arXiv 2401.15077): one layer that predicts the target's next final state."""
+
+    kind: Literal["eagle1"] = "eagle1"
+    intermediate_size: Count = 0
+    """Width of the head's MLP; 0 means the target's."""
+
+    @property
+    def predicts_final(self) -> bool:
+        return True
+
+
+@dataclass(frozen=True)
 class SlotSettings(HeadSettings):
     """What kinds without attention share: weights of their own for each drafted token."""
 
@@ -92,7 +110,7 @@ class MedusaSettings(SlotSettings):
 
 @dataclass(frozen=True)
 class HydraSettings(SlotSettings):
-    """Hydra heads (arXiv 2402.05109): Medusa's blocks, which also read the tokens drafted before."""
+    """Hydra heads (arXiv 2402.05109): Medusa's blocks, which also read the tokens drafted before; no engine loads them."""
 
     kind: Literal["hydra"] = "hydra"
     num_layers: Positive = 1
@@ -118,6 +136,7 @@ class MLPSettings(SlotSettings):
 
 HEADS: dict[str, type[HeadSettings]] = {
     "eagle3": Eagle3Settings,
+    "eagle1": Eagle1Settings,
     "medusa": MedusaSettings,
     "hydra": HydraSettings,
     "mlp": MLPSettings,

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from headstart.heads.batch import Batch, supervised_pairs
-from headstart.heads.contract import Draft, Head, Rollout, Sampler, greedy
+from headstart.heads.contract import Draft, Grow, Head, Rollout, Sampler, greedy
 from headstart.heads.facts import TargetFacts
 from headstart.heads.layers import Projection
 from headstart.heads.settings import SlotSettings
@@ -38,6 +38,7 @@ class SlotHead(Head):
     """A head of `settings.num_heads` depths that reads `final` and keeps nothing but the last slot between blocks."""
 
     reads = "final"
+    drafts_trees = True
 
     def __init__(self, settings: SlotSettings, facts: TargetFacts, draft_ids_V: Tensor, width: int) -> None:
         """`width` is that of the states that are projected to logits."""
@@ -117,6 +118,17 @@ class SlotHead(Head):
             logits.append(logits_BV[:, None])
             tokens.append(token_B[:, None])
         return Draft(torch.cat(tokens, dim=1), torch.cat(logits, dim=1))
+
+    def draft_tree(self, state: SlotState, grow: Grow) -> None:
+        hidden, token_BW = self.begin(state.feature_BH)[:, None], state.token_B[:, None]
+        row_B1 = torch.arange(len(token_BW), device=self.device)[:, None]
+        for depth in range(self.settings.num_heads):
+            state_BWH, hidden = self.step(depth, hidden, token_BW)
+            level = grow(self.logits(state_BWH, depth))
+            if level is None:
+                return
+            hidden, token_BW = hidden[row_B1, level.parent_BW], self.draft_ids_V[level.index_BW]
+        self._check(self.settings.num_heads + 1)
 
     def _check(self, depth: int) -> None:
         if depth > self.settings.num_heads:

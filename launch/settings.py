@@ -54,6 +54,12 @@ class Recipe:
         deepest = max(self.eval.trees, key=len, default=[])
         if len(deepest) >= longest:
             yield "eval.trees", f"found {deepest}, {len(deepest)} deep; {reply}"
+        if (weight := self.train.loss.feature_weight) and not self.head.predicts_final:
+            able = ", ".join(kind for kind, cls in HEADS.items() if cls().predicts_final)
+            yield (
+                "train.loss.feature_weight",
+                f"found {weight:g}, expected 0: the states of {self.head.kind} do not stand for the target's ({able}'s do)",
+            )
         if (most := self.head.max_depth) is not None:
             heads = f"head.num_heads = {most}, since {self.head.kind} has weights of its own for each drafted token"
             if self.train.depth != most:

@@ -28,11 +28,40 @@ def oracle_logits(head, taps_SF: Tensor, final_SH: Tensor, next_tokens_S: Tensor
     return ORACLES[head.kind](head, feature_SF, next_tokens_S, t, depth)
 
 
+class Attention:
+    """Plain attention of a decoder layer whose weights lie under `prefix`: slots are added one by one."""
+
+    def __init__(self, head, w: dict[str, Tensor], prefix: str) -> None:
+        self.facts, self.w, self.prefix = head.facts, w, prefix
+        self.theta = head.facts.rope_parameters["rope_theta"]
+        self.keys: list[Tensor] = []
+        self.values: list[Tensor] = []
+
+    def project(self, name: str, x: Tensor, heads: int) -> Tensor:
+        return (self.w[f"{self.prefix}.self_attn.{name}.weight"] @ x).view(heads, self.facts.head_dim)
+
+    def add(self, x: Tensor, position: int) -> None:
+        self.keys.append(rotate(self.project("k_proj", x, self.facts.num_kv_heads), position, self.theta))
+        self.values.append(self.project("v_proj", x, self.facts.num_kv_heads))
+
+    def state(self, x: Tensor, residual: Tensor, position: int) -> Tensor:
+        """y of the layer, attending to all slots added so far."""
+        facts, w, prefix = self.facts, self.w, self.prefix
+        query = rotate(self.project("q_proj", x, facts.num_heads), position, self.theta)
+        attended = []
+        for h in range(facts.num_heads):
+            g = h // (facts.num_heads // facts.num_kv_heads)
+            scores = torch.stack([query[h] @ key[g] for key in self.keys]) / math.sqrt(facts.head_dim)
+            attended.append(sum(p * v[g] for p, v in zip(scores.softmax(0), self.values, strict=True)))
+        r = residual + w[f"{prefix}.self_attn.o_proj.weight"] @ torch.cat(attended)
+        inner = rms(r, w[f"{prefix}.post_attention_layernorm.weight"], facts.rms_norm_eps)
+        gate, up = w[f"{prefix}.mlp.gate_proj.weight"] @ inner, w[f"{prefix}.mlp.up_proj.weight"] @ inner
+        return r + w[f"{prefix}.mlp.down_proj.weight"] @ (silu(gate) * up)
+
+
 def eagle3_logits(head, taps_SF: Tensor, next_tokens_S: Tensor, t: int, depth: int) -> Tensor:
     w = {k: v.detach() for k, v in head.state_dict().items()}
-    facts, settings = head.facts, head.settings
-    eps, width, dim = facts.rms_norm_eps, facts.hidden_size, facts.head_dim
-    theta = facts.rope_parameters["rope_theta"]
+    settings, eps, width = head.settings, head.facts.rms_norm_eps, head.facts.hidden_size
 
     def feature(p: int) -> Tensor:
         taps = taps_SF[p].to(w["fc.weight"].dtype)
@@ -47,31 +76,37 @@ def eagle3_logits(head, taps_SF: Tensor, next_tokens_S: Tensor, t: int, depth: i
         x = torch.cat((rms(embedded, w["midlayer.input_layernorm.weight"], eps), normed))
         return x, normed if settings.norm_before_residual else hidden
 
-    def project(name: str, x: Tensor, heads: int) -> Tensor:
-        return (w[f"midlayer.self_attn.{name}.weight"] @ x).view(heads, dim)
-
-    prefix = [inputs(feature(p), int(next_tokens_S[p]))[0] for p in range(t + 1)]
-    keys = [rotate(project("k_proj", x, facts.num_kv_heads), p, theta) for p, x in enumerate(prefix)]
-    values = [project("v_proj", x, facts.num_kv_heads) for x in prefix]
+    attention = Attention(head, w, "midlayer")
+    for p in range(t + 1):
+        attention.add(inputs(feature(p), int(next_tokens_S[p]))[0], p)
     hidden, logits = feature(t), []
     for j in range(depth):
         x, residual = inputs(hidden, int(next_tokens_S[t + j]))
         if j > 0:
-            keys.append(rotate(project("k_proj", x, facts.num_kv_heads), t + j, theta))
-            values.append(project("v_proj", x, facts.num_kv_heads))
-        query = rotate(project("q_proj", x, facts.num_heads), t + j, theta)
-        attended = []
-        for h in range(facts.num_heads):
-            g = h // (facts.num_heads // facts.num_kv_heads)
-            scores = torch.stack([query[h] @ key[g] for key in keys]) / math.sqrt(dim)
-            attended.append(sum(p * v[g] for p, v in zip(scores.softmax(0), values, strict=True)))
-        r = residual + w["midlayer.self_attn.o_proj.weight"] @ torch.cat(attended)
-        inner = rms(r, w["midlayer.post_attention_layernorm.weight"], eps)
-        gate, up = w["midlayer.mlp.gate_proj.weight"] @ inner, w["midlayer.mlp.up_proj.weight"] @ inner
-        y = r + w["midlayer.mlp.down_proj.weight"] @ (gate * torch.sigmoid(gate) * up)
+            attention.add(x, t + j)
+        y = attention.state(x, residual, t + j)
         normed = rms(y, w["norm.weight"], eps)
         logits.append(w["lm_head.weight"] @ normed)
         hidden = normed if settings.norm_output else y
+    return torch.stack(logits)
+
+
+def eagle1_logits(head, final_SH: Tensor, next_tokens_S: Tensor, t: int, depth: int) -> Tensor:
+    w = {k: v.detach() for k, v in head.state_dict().items()}
+    attention = Attention(head, w, "layers.0")
+
+    def x_of(hidden: Tensor, slot: int) -> Tensor:
+        return w["fc.weight"] @ torch.cat((head.embedding_VH[int(next_tokens_S[slot])], hidden))
+
+    for p in range(t + 1):
+        attention.add(x_of(final_SH[p], p), p)
+    hidden, logits = final_SH[t], []
+    for j in range(depth):
+        x = x_of(hidden, t + j)
+        if j > 0:
+            attention.add(x, t + j)
+        hidden = attention.state(x, x, t + j)
+        logits.append(w["lm_head.weight"] @ hidden)
     return torch.stack(logits)
 
 
@@ -125,4 +160,10 @@ def mlp_logits(head, final_SH: Tensor, next_tokens_S: Tensor, t: int, depth: int
     return torch.stack(logits)
 
 
-ORACLES = {"eagle3": eagle3_logits, "medusa": medusa_logits, "hydra": hydra_logits, "mlp": mlp_logits}
+ORACLES = {
+    "eagle3": eagle3_logits,
+    "eagle1": eagle1_logits,
+    "medusa": medusa_logits,
+    "hydra": hydra_logits,
+    "mlp": mlp_logits,
+}

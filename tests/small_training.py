@@ -45,6 +45,9 @@ class SmallTarget:
     def embedding_weight(self):
         return self.embedding
 
+    def output_weight(self):
+        return self.output
+
 
 class RandomFeatures:
     """Seeded states for every path, in the cache's dtype."""

@@ -5,10 +5,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import Phi3Config, Phi3ForCausalLM
 
 from headstart.heads.batch import pack, supervised_pairs
-from headstart.heads.checkpoint import KINDS, load_head, save_head
+from headstart.heads.checkpoint import KINDS, WEIGHTS, load_head, save_head
 from headstart.heads.contract import Level
 from headstart.heads.eagle3 import Eagle3
 from headstart.heads.errors import WrongInput
@@ -30,7 +31,7 @@ PRECISION = [(torch.float32, 1e-5), (torch.float64, 1e-10)]
 
 
 class PaperTarget:
-    """What a head borrows from its target: an embedding table, and its identity."""
+    """What a head borrows from its target: an embedding table, output rows, and its identity."""
 
     facts = FACTS
     device = torch.device("cpu")
@@ -41,6 +42,9 @@ class PaperTarget:
 
     def embedding_weight(self):
         return self.table
+
+    def output_weight(self):
+        return self.table.flip(0)
 
 
 def make_head(kind, flags, dtype):
@@ -309,10 +313,12 @@ def test_saved_head_is_the_same_head(kind, flags, tmp_path):
     again = load_head(tmp_path, PaperTarget(torch.float32))
     assert (again.kind, again.settings, again.taps) == (kind, head.settings, head.taps)
     assert again.trained_tensors().keys() == head.trained_tensors().keys()
-    for name, tensor in head.trained_tensors().items():
-        assert torch.equal(tensor, again.trained_tensors()[name])
-    assert torch.equal(again.draft_ids_V, head.draft_ids_V)
-    assert "embedding_VH" not in head.state_dict()  # the frozen target's weights are never saved
+    for name, tensor in [*head.named_parameters(), *head.named_buffers()]:
+        assert torch.equal(tensor, {**dict(again.named_parameters()), **dict(again.named_buffers())}[name])
+    saved, target = load_file(tmp_path / WEIGHTS).values(), PaperTarget(torch.float32)
+    borrowed = (target.embedding_weight(), target.output_weight()[head.draft_ids_V])
+    for tensor in saved:  # the frozen target's weights are never saved
+        assert not any(tensor.shape == weight.shape and torch.equal(tensor, weight) for weight in borrowed)
 
 
 def test_a_head_of_another_target_is_refused(tmp_path):

@@ -307,7 +307,7 @@ def test_a_packed_head_is_not_rounded_in_vain(tiny_target):
 
 def test_a_folder_that_does_not_draft_alike_gets_no_name(tiny_target, tmp_path):
     head = make_head(tiny_target)
-    head.midlayer.norm_before_residual = True  # the head computes something else than its settings say
+    head.norm_output = True  # the head computes something else than its settings say
     with pytest.raises(WrongInput, match="does not draft"):
         write_eagle3(head, tmp_path / "vllm", "vllm")
     assert list(tmp_path.iterdir()) == []

@@ -11,6 +11,7 @@ from torch.nn import functional
 from headstart.heads.batch import Batch, pack, supervised_pairs
 from headstart.heads.contract import Rollout
 from headstart.heads.paths import Path
+from headstart.trainer.feature_loss import feature_loss
 from headstart.trainer.losses import PairSums, Teacher, pair_loss, pairs_by_teacher
 from headstart.trainer.settings import LossSettings
 
@@ -95,6 +96,34 @@ def test_fused_loss_is_the_plain_loss(kind, chunk, num_weights):
         results.append((value, *gradients, *vars(sums).values()))
     for fused, plain in zip(*results, strict=True):
         torch.testing.assert_close(fused, plain, rtol=2e-6, atol=1e-7)  # the record of log p is float32
+
+
+def test_frozen_output_weights_change_no_other_gradient():
+    batch, output_weight = make_batch([(5, 40)], torch.float64)
+    teacher, states = Teacher(output_weight, DRAFT_IDS, torch.float64), []
+    for frozen in (False, True):
+        rollout, weight = random_rollout(batch, torch.float64), head_weight(torch.float64)
+        value, _ = pair_loss(rollout, [weight.requires_grad_(not frozen)], batch, teacher, LossSettings(), 9.0)
+        value.backward()
+        states.append(rollout.state_SDH.grad)
+        assert (weight.grad is None) == frozen
+    assert torch.equal(*states)
+
+
+def test_the_feature_loss_compares_with_the_state_behind_the_drafted_token():
+    """The state of (t, j) stands for final_{t+1+j}, from which the target predicts what (t, j) drafts."""
+    batch, _ = make_batch([(5, 9), (3, 4)], torch.float64, num_slots=32)
+    loss, rollout = LossSettings(feature_weight=2.0, depth_decay=0.7), random_rollout(batch, torch.float64)
+    share, sums_D = feature_loss(rollout, batch, loss, 10.0)
+    expected_D = torch.zeros(DEPTH, dtype=torch.float64)
+    for s, j in rollout.valid_SD.nonzero().tolist():
+        apart_H = rollout.state_SDH[s, j] - batch.final_TH[rollout.start_S[s] + 1 + j]
+        smooth_H = torch.where(apart_H.abs() < 1, apart_H**2 / 2, apart_H.abs() - 0.5)
+        expected_D[j] += 2.0 * smooth_H.mean().detach()
+    torch.testing.assert_close(sums_D, expected_D)
+    assert share.item() == pytest.approx(sum(0.7**j * expected_D[j].item() for j in range(DEPTH)) / 10)
+    share.backward()
+    assert not rollout.state_SDH.grad[~rollout.valid_SD].any()
 
 
 @pytest.mark.parametrize("kind", get_args(get_type_hints(LossSettings)["kind"]))

@@ -47,14 +47,20 @@ BAD_RECIPES = [
     ("head: {taps: [3, 1, 3]}", ["head.taps: found [3, 1, 3], expected ascending tap ids without repeats: [1, 3]"]),
     ("head: {taps: 2}", ["head.taps: found 2, expected a list of whole numbers, such as [2]"]),
     ("head: {taps: [1, -2]}", ["head.taps[1]: found -2, expected at least 0"]),
-    ("head: {kind: eagle}", ["head.kind: found 'eagle', expected eagle3, medusa, hydra or mlp; did you mean eagle3?"]),
-    ("head: {kind: [mlp], taps: 1}", ["mine.yaml:1: head.kind: found [mlp], expected eagle3, medusa, hydra or mlp"]),
+    (
+        "head: {kind: eagle}",
+        ["head.kind: found 'eagle', expected eagle3, eagle1, medusa, hydra or mlp; did you mean eagle3?"],
+    ),
+    (
+        "head: {kind: [mlp], taps: 1}",
+        ["mine.yaml:1: head.kind: found [mlp], expected eagle3, eagle1, medusa, hydra or mlp"],
+    ),
     ("head:\n  num_layers: 2", ["mine.yaml:2: head.num_layers: a key of medusa, hydra only; expected one of kind, dr"]),
     (
         "head:\n  kind: mlp\n  taps: [1]\n  intermediate_size: 8\ntrain: {depth: 4}",
         [
             "mine.yaml:3: head.taps: a key of eagle3 only; expected one of kind, draft_vocab_size, init_from_target, num_",
-            "mine.yaml:4: head.intermediate_size: a key of eagle3 only; did you mean head.inner_size?",
+            "mine.yaml:4: head.intermediate_size: a key of eagle3, eagle1 only; did you mean head.inner_size?",
         ],
     ),
     (
@@ -67,6 +73,10 @@ BAD_RECIPES = [
     (
         "head: {kind: mlp, num_heads: 4}\ntrain: {depth: 4}\neval: {trees: [[2, 1, 1, 1, 1]]}",
         ["mine.yaml:3: eval.trees: found [2, 1, 1, 1, 1], 5 deep, expected at most head.num_heads = 4"],
+    ),
+    (
+        "train:\n  loss: {feature_weight: 10}",
+        ["mine.yaml:2: train.loss.feature_weight: found 10, expected 0: the states of eagle3 do not stand for"],
     ),
     ("head: {kind: mlp}", ["mine.yaml:1: train.depth: found 3, expected head.num_heads = 4, since mlp has weights of"]),
     (

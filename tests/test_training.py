@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from headstart.heads.batch import pack, supervised_pairs
+from headstart.heads.checkpoint import KINDS
 from headstart.heads.errors import TrainingFailed, WrongInput
 from headstart.trainer.data import TrainingRows, count_pairs
 from headstart.trainer.loop import accumulate_gradients, optimizer_step
@@ -21,6 +22,7 @@ from headstart.trainer.settings import TrainSettings
 from tests.small_training import (
     SETTINGS,
     RandomFeatures,
+    make_head,
     make_paths,
     make_rows,
     open_job,
@@ -196,10 +198,12 @@ def test_repeated_non_finite_steps_stop_the_run(tmp_path):
         run(tmp_path, rows=poisoned_rows(lambda i: True))
 
 
-def test_bfloat16_products_learn_too(tmp_path):
+@pytest.mark.parametrize("kind", KINDS)
+def test_bfloat16_products_learn_too(kind, tmp_path):
     losses = {}
     for dtype in ("float32", "bfloat16"):
-        run(tmp_path / dtype, replace(SETTINGS, dtype=dtype))
+        settings = replace(SETTINGS, dtype=dtype, num_steps=12)
+        run(tmp_path / dtype, settings, head=make_head(kind=kind), draft_length=SETTINGS.depth)
         losses[dtype] = [line["train/loss"] for line in read_metrics(tmp_path / dtype / METRICS) if line["step"]]
     np.testing.assert_allclose(losses["bfloat16"], losses["float32"], rtol=0.02)
 

@@ -28,6 +28,7 @@ from headstart.trainer.checkpoint import (
 )
 from headstart.trainer.console import Pace, print_start, progress_line
 from headstart.trainer.data import EvaluationRows, TrainingRows
+from headstart.trainer.feature_loss import feature_loss
 from headstart.trainer.interruption import interruption
 from headstart.trainer.losses import PairSums, Teacher, pair_loss
 from headstart.trainer.memory import keep_freed_memory
@@ -192,6 +193,10 @@ def accumulate_gradients(job: Job, step: int) -> PairSums:
             rollout = head.rollout(batch, settings.depth)
         weights = [output.weight for output in head.outputs()]
         loss, found = pair_loss(rollout, weights, batch, job.teacher, settings.loss, normaliser)
+        if settings.loss.feature_weight:
+            share, share_D = feature_loss(rollout, batch, settings.loss, normaliser)
+            loss = loss + share
+            found.loss_D += share_D
         loss.backward()
         sums.add(found)
     if job.world == 1 and sums.pairs_D.tolist() != pairs_D.tolist():

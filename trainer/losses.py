@@ -113,7 +113,7 @@ class _FusedPairLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, arguments, state_SDH, *weights):
-        charge = _Charge(state_SDH, weights, *arguments)
+        charge = _Charge(state_SDH, weights, ctx.needs_input_grad[2:], *arguments)
         with torch.autocast(state_SDH.device.type, enabled=False):
             for first in range(0, charge.num_columns, charge.rows):
                 charge.chunk(first, with_gradient=any(ctx.needs_input_grad))
@@ -124,7 +124,7 @@ class _FusedPairLoss(torch.autograd.Function):
     def backward(ctx, grad):
         gradients = ctx.gradients
         del ctx.gradients
-        return None, *(gradient.mul_(grad) for gradient in gradients)
+        return None, *(None if gradient is None else gradient.mul_(grad) for gradient in gradients)
 
 
 class _Charge:
@@ -134,6 +134,7 @@ class _Charge:
         self,
         state_SDH: Tensor,
         weights: Sequence[Tensor],
+        trained: Sequence[bool],
         rollout: Rollout,
         batch: Batch,
         teacher: Teacher,
@@ -153,7 +154,9 @@ class _Charge:
         self.state_PH = state_SDH.flatten(0, 1)
         self.weights = [weight_VH.to(teacher.dtype) for weight_VH in weights]
         self.state_grad_SDH = torch.zeros_like(state_SDH)
-        self.weight_grads = [torch.zeros_like(weight_VH) for weight_VH in weights]
+        self.weight_grads = [
+            torch.zeros_like(weight_VH) if learns else None for weight_VH, learns in zip(weights, trained, strict=True)
+        ]
         self.decay_D = loss.depth_decay ** torch.arange(depth, dtype=sum_dtype(device), device=device)
         self.normaliser = normaliser
         # Products are narrow (perhaps bfloat16), softmax and sums wide (at least float32).
@@ -163,13 +166,13 @@ class _Charge:
         self.teacher_logits_RV = narrow_empty(self.rows, vocab)
         self.weight_part_VH = narrow_empty(vocab, hidden)
         # Kept: adding the narrow part makes a new one each time.
-        self.weight_wide_VH = torch.empty_like(self.weight_grads[0])
+        self.weight_wide_VH = torch.empty_like(weights[0])
         self.p_RV, self.q_RV, self.z_RV = self.teacher_logits_RV.new_empty(
             3, self.rows, vocab, dtype=self.wide
         ).unbind()
 
     def total(self) -> Tensor:
-        return (self.sums.loss_D @ self.decay_D / self.normaliser).to(self.weight_grads[0].dtype)
+        return (self.sums.loss_D @ self.decay_D / self.normaliser).to(self.weight_wide_VH.dtype)
 
     def by_weight(self, rows_XY: Tensor) -> tuple[Tensor, ...]:
         """The rows of each output weight: depths lie one after another, so a weight's rows are neighbours."""
@@ -260,6 +263,8 @@ class _Charge:
             self.by_weight(self.logits_XV), self.by_weight(weighted_XH), self.weights, self.weight_grads, strict=True
         ):
             parts.append(torch.mm(gradient_YV, weight_VH))
+            if weight_grad_VH is None:
+                continue
             if weight_grad_VH.dtype == self.teacher.dtype:
                 weight_grad_VH.addmm_(gradient_YV.t(), weighted_YH)
             else:

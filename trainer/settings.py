@@ -87,6 +87,8 @@ class LossSettings:
     """Pair (t, j) weighs depth_decay ** j."""
     lk_rate: NonNegative = 3.0
     """lk_hybrid mixes lambda = exp(-lk_rate * acceptance) of KL with 1 - lambda of TV."""
+    feature_weight: NonNegative = 0.0
+    """Weight of smooth L1 between the head's states and the target's own, for kinds that predict states (eagle1)."""
     chunk: Positive = 1024
     """Pairs projected to the vocabulary at a time."""
 
