@@ -58,17 +58,20 @@ class Eagle1(LayerHead):
         self.lm_head.weight.copy_(target.output_weight()[self.draft_ids_V.to(target.device)])
         self.first_values["lm_head.weight"] = "target's output rows"
         if initialise and self.settings.init_from_target:
-            self._start_from(target)
+            self._start_as_the_feature()
 
-    def _start_from(self, target: Any) -> None:
-        """Copy first weights from the target; what its last layer has under no such name and shape stays random."""
-        source, width = target.last_layer(), self.facts.hidden_size
-        # The layer starts on the feature alone, with the token as a small disturbance.
+    def _start_as_the_feature(self) -> None:
+        """Let y start as final_t with the token as a small disturbance: what the layer adds to that starts at zero.
+
+        The target's last layer would be no start: it adds to a residual stream, whose scale is not that of final states.
+        """
+        width = self.facts.hidden_size
         self.fc.weight.mul_(0.1)
         self.fc.weight[:, width:] += torch.eye(width, device=self.fc.weight.device)
         self.first_values["fc.weight"] = "random + final state"
-        for name in dict(self.layer.named_parameters()):
-            self.copy(f"layers.0.{name}", source.get(name), "target's last layer")
+        for name in ("self_attn.o_proj.weight", "mlp.down_proj.weight"):
+            self.layer.get_parameter(name).zero_()
+            self.first_values[f"layers.0.{name}"] = "zero"
 
     # Shared by both methods
 

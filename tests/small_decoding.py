@@ -36,17 +36,21 @@ def make_path(prompt, reply, name="p", sampling=None):
     )
 
 
-def untrained_head(target, seed=0, kind="eagle3"):
+def untrained_head(target, seed=0, kind="eagle3", every=2):
+    """A head that can draft every second token, or `every` so many."""
     torch.manual_seed(seed)
-    ids = torch.arange(0, target.facts.num_tokens, 2)
+    ids = torch.arange(0, target.facts.num_tokens, every)
     head = build_head(make_settings(kind, MOST_DRAFTS), target.facts, ids)
     head.load_target(target, initialise=True)
     return head.eval()
 
 
-def fitted_head(target, paths, steps=40, kind="eagle3"):
-    """A head fitted to some recorded paths in a second, so that drafts are accepted, but not always."""
-    head = untrained_head(target, kind=kind).train()
+def fitted_head(target, paths, steps=40, kind="eagle3", every=2, enough=0.0):
+    """A head fitted to some recorded paths in a second, so that drafts are accepted, but not always.
+
+    Fitting ends before all steps are done where the loss falls below `enough`.
+    """
+    head = untrained_head(target, kind=kind, every=every).train()
     states = target.read([path.token_N for path in paths])
     batch = pack([(path, s.taps.clone(), s.final.clone()) for path, s in zip(paths, states, strict=True)])
     optimizer = torch.optim.Adam(head.parameters(), lr=3e-3)
@@ -60,6 +64,8 @@ def fitted_head(target, paths, steps=40, kind="eagle3"):
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
+        if loss < enough:
+            break
     return head.eval()
 
 
