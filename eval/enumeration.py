@@ -21,7 +21,7 @@ from headstart.eval.drafters import Proposal
 from headstart.eval.early_stop import EarlyStop
 from headstart.eval.parts import SOUND, Parts
 from headstart.eval.tree_drafts import DynamicTree, Shape, new_growth
-from headstart.eval.verify import Chance, Rule, verify_tokens, verify_tree
+from headstart.eval.verify import Chance, Rule, verify_tokens
 from headstart.heads.sampling import Sampling
 from headstart.heads.tree import Tree
 
@@ -242,7 +242,7 @@ class TreeDecoder(ToyDecoder):
         (tree,) = proposal.trees or []
         tokens = [last, *proposal.tokens_BK[0].tolist()]
         draft_NV = None if proposal.law_BKV is None else proposal.law_BKV[0]
-        return self.verify_nodes(self.target_VV[tokens], tree, tokens, draft_NV, chance)
+        return self.parts.verify_tree(self.target_VV[tokens], tree, tokens, draft_NV, chance)
 
     def grow(self, last: int, length: int, chance: Chance) -> Proposal:
         """One tree: greedy children, or children drawn without replacement."""
@@ -252,11 +252,6 @@ class TreeDecoder(ToyDecoder):
         while (level := growth(logits_BWD)) is not None:
             logits_BWD = self.toy.draft_VD[self.toy.draft_ids_D[level.index_BW]]
         return growth.proposal(self.toy.draft_ids_D, self.toy.vocab_size)
-
-    def verify_nodes(
-        self, target_NV: Tensor, tree: Tree, tokens: Sequence[int], draft_NV: Tensor | None, chance: Chance
-    ) -> list[int]:
-        return verify_tree(target_NV, tree, tokens, draft_NV, chance)
 
     def exact_share(self, last: int) -> float:
         """p of both drafts where they are certain; of a first draft sampled from q, then of one from q without it."""

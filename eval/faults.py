@@ -15,7 +15,6 @@ from torch import Tensor
 
 from headstart.eval.decode import Reply, add_block
 from headstart.eval.drafters import Proposal
-from headstart.eval.enumeration import ToyDecoder, TreeDecoder
 from headstart.eval.parts import SOUND, Parts
 from headstart.eval.verify import Chance, Rule, verify_tokens
 from headstart.heads.cache import PositionCache
@@ -134,24 +133,22 @@ def stop_token_skipped(reply: Reply, block: list[int], drafted: int, limit: int,
 # Trees and caches.
 
 
-class SiblingsJudgedAlone(TreeDecoder):
+def siblings_judged_alone(
+    target_NV: Tensor, tree: Tree, tokens: Sequence[int], draft_NV: Tensor | None, chance: Chance
+) -> list[int]:
     """The second child of a node is judged by p, as if the first had not been refused before it."""
-
-    def verify_nodes(
-        self, target_NV: Tensor, tree: Tree, tokens: Sequence[int], draft_NV: Tensor | None, chance: Chance
-    ) -> list[int]:
-        block: list[int] = []
-        node = 0
-        while children := tree.children(node):
-            p_V, node = target_NV[node], -1
-            for child in children:
-                if chance.accept(float(p_V[tokens[child]])):
-                    block, node = [*block, tokens[child]], child
-                    break
-            if node < 0:
-                refused = torch.tensor([tokens[child] for child in children])
-                return [*block, chance.draw(p_V.index_fill(0, refused, 0.0))]
-        return [*block, chance.draw(target_NV[node])]
+    block: list[int] = []
+    node = 0
+    while children := tree.children(node):
+        p_V, node = target_NV[node], -1
+        for child in children:
+            if chance.accept(float(p_V[tokens[child]])):
+                block, node = [*block, tokens[child]], child
+                break
+        if node < 0:
+            refused = torch.tensor([tokens[child] for child in children])
+            return [*block, chance.draw(p_V.index_fill(0, refused, 0.0))]
+    return [*block, chance.draw(target_NV[node])]
 
 
 class StaleCache(PositionCache):
@@ -201,22 +198,23 @@ class Case:
     draft: Literal["greedy", "sampled"] = "sampled"
     stops: bool = False  # replies may end at a stop token
     stop_below: float = 0.0  # drafts end by confidence
-    toy_kind: type[ToyDecoder] = ToyDecoder
+    tree: Tree | None = None  # what is drafted instead of a chain
     stands_for: str = ""
 
     @property
     def on_toy_only(self) -> bool:
-        """Whether the reference decoder has no place for it: trees, and a law that is right."""
-        return self.toy_kind is not ToyDecoder or self.rule is draft_law_lost
+        """Whether no sample can tell it: its law is right, and only enumeration sees what acceptance should be."""
+        return self.rule is draft_law_lost
 
 
 def fault(name: str, wrong: Any, part: str = "rule", **request: Any) -> Case:
-    """A case whose `part` (the rule, a field of Parts, or the toy's kind) is replaced by something wrong."""
+    """A case whose `part` (the rule, or a field of Parts) is replaced by something wrong."""
     stands_for = " ".join((wrong.__doc__ or "").split())
-    replaced = {part: wrong} if part in ("rule", "toy_kind") else {"parts": Parts(**{part: wrong})}
+    replaced = {part: wrong} if part == "rule" else {"parts": Parts(**{part: wrong})}
     return Case(name, **replaced, **request, stands_for=stands_for)
 
 
+TREE = Tree.branching(4, 2)  # of the reference decoder; the toy, with few tokens, has one of its own
 STALE_CACHE = "stale_cache_after_rejection"
 FAULTS = (
     fault("accept_if_in_top_p", AcceptIfInTopP(), sampling=Sampling(1.0, top_p=0.9)),
@@ -230,12 +228,19 @@ FAULTS = (
     fault("top_p_not_renormalised", top_p_not_renormalised, "target_law", sampling=Sampling(1.0, top_p=0.6)),
     fault("temperature_on_one_side", temperature_on_one_side, "told", sampling=Sampling(0.5)),
     fault("stop_token_skipped", stop_token_skipped, "append", stops=True),
-    fault("tree_siblings_judged_alone", SiblingsJudgedAlone, "toy_kind", draft="greedy"),
+    fault(
+        "tree_siblings_judged_alone",
+        siblings_judged_alone,
+        "verify_tree",
+        sampling=Sampling(0.5),
+        draft="greedy",
+        tree=TREE,
+    ),
 )
 CONTROLS = (
     Case("sound_rule", stops=True),
     Case("sound_rule_greedy_drafts", sampling=Sampling(0.8, top_p=0.9), draft="greedy"),
     Case("sound_rule_written_plainly", PlainRule(), sampling=Sampling(0.7)),
     Case("sound_early_stop", stop_below=0.5),
-    Case("sound_tree", toy_kind=TreeDecoder),
+    Case("sound_tree", tree=TREE),
 )

@@ -1,7 +1,7 @@
 """What the sampling setting decides in a step: the first token, how drafts are made, and which of them stand."""
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -111,6 +111,10 @@ class SampledJudge:
         """What the target samples by [.., V], on the CPU."""
         return filtered_probabilities(logits, self.sampling).cpu()
 
+    def judge_tree(self, *tree: Any) -> list[int]:
+        """`verify_tree`."""
+        return verify_tree(*tree)
+
     def first_tokens(self, logits_BV: Tensor) -> list[int]:
         law_BV = self.target_law(logits_BV)
         return [chance.draw(law_V) for chance, law_V in zip(self.chances, law_BV, strict=True)]
@@ -135,7 +139,7 @@ class SampledJudge:
         tokens = proposal.tokens_BK.tolist()
         if proposal.trees is not None:
             return [
-                verify_tree(
+                self.judge_tree(
                     target_BTV[row],
                     tree,
                     [-1, *tokens[row]],  # the root's own token is judged no more

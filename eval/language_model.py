@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from headstart.eval.acceptance import ReplyAcceptance
-from headstart.eval.drafters import DraftSampler, Proposal, padded
+from headstart.eval.drafters import DraftSampler, Growth, Proposal, padded
 from headstart.eval.early_stop import EarlyStop
 from headstart.eval.target_law import TargetLaw
 from headstart.heads.contract import Sampler, greedy
@@ -19,6 +19,7 @@ from headstart.heads.errors import WrongInput
 from headstart.heads.facts import TargetFacts
 from headstart.heads.paths import Path
 from headstart.heads.target import States, Target
+from headstart.heads.tree import Tree
 
 READ_PATHS = 16  # paths whose states are in memory at once
 PROJECTION_CHUNK = 128  # positions projected to the vocabulary at a time
@@ -80,8 +81,7 @@ class LanguageModelSession:
 
     def __init__(self, drafter: LanguageModelDrafter, texts: list[list[int]], max_length: int) -> None:
         self.drafter, self.texts = drafter, texts
-        context = drafter.model.facts.max_position
-        self.cache = drafter.model.new_cache(len(texts), min(max_length, context))
+        self.cache = drafter.model.new_cache(len(texts), max_length)
         self.num_read = [0] * len(texts)  # leading tokens of the text whose keys and values are in the cache
         self.num_drafts_read = [0] * len(texts)  # drafts of the last proposal that lie behind them
 
@@ -110,25 +110,51 @@ class LanguageModelSession:
         self.num_read = [self.num_read[row] for row in rows]
         self.num_drafts_read = [self.num_drafts_read[row] for row in rows]
 
+    def propose_tree(self, growth: Growth) -> Proposal:
+        """Trees grown level by level; each level is read together with the nodes above it and the last token, their root."""
+        model, device = self.drafter.model, self.drafter.model.device
+        logits_BWV = self._read_texts(list(range(len(self.texts))))[:, None]
+        self.num_read = [len(text) for text in self.texts]
+        root_B = torch.tensor(self.num_read, device=device) - 1
+        tokens = [text[-1:] for text in self.texts]
+        parents = [[-1] for _ in self.texts]
+        first, width = 0, 1  # nodes of the last level
+        while (level := growth(logits_BWV)) is not None:
+            for row, (parent_W, index_W) in enumerate(zip(level.parent_BW, level.index_BW, strict=True)):
+                parents[row] += (first + parent_W).tolist()
+                tokens[row] += index_W.tolist()
+            first, width = first + width, level.index_BW.shape[1]
+            trees = [Tree(tuple(nodes)) for nodes in parents]
+            states = model.forward(torch.tensor(tokens, device=device), root_B, self.cache, trees=trees)
+            logits_BWV = self.drafter.logits(states.final[:, first:])
+        return growth.proposal(torch.arange(self.drafter.num_tokens, device=device), self.drafter.vocab_size)
+
+    def _read_texts(self, rows: list[int]) -> Tensor:
+        """Read what these rows have not read yet; logits [len(rows), num_tokens] behind their last tokens."""
+        fed = [self.texts[row][self.num_read[row] :] for row in rows]
+        return self._read(rows, fed, [self.num_read[row] for row in rows])
+
+    def _read(self, rows: list[int], fed: list[list[int]], start: list[int]) -> Tensor:
+        """Logits behind the last of the tokens that each row is fed, from position `start` on."""
+        model, device = self.drafter.model, self.drafter.model.device
+        number_B = torch.tensor([len(part) for part in fed], device=device)
+        index_B = None if len(rows) == len(self.texts) else torch.tensor(rows, device=device)
+        start_B = torch.tensor(start, device=device)
+        states = model.forward(padded(fed, device), start_B, self.cache, number_B, index_B)
+        return self.drafter.logits(states.final[torch.arange(len(rows), device=device), number_B - 1])
+
     def _draft(self, length_B: list[int], sampler: Sampler) -> Tensor:
         """Tokens [B, max(length_B)]; a row is fed no further than its own length, for its context may end there."""
-        model, device = self.drafter.model, self.drafter.model.device
+        device = self.drafter.model.device
         logits_BV = torch.zeros(len(self.texts), self.drafter.num_tokens, device=device)
         tokens = [torch.zeros(len(self.texts), 0, dtype=torch.int64, device=device)]
         for j in range(max(length_B)):
             rows = [row for row, length in enumerate(length_B) if length > j]
             if j == 0:
-                fed = [self.texts[row][self.num_read[row] :] for row in rows]
-                start_B = torch.tensor([self.num_read[row] for row in rows], device=device)
+                logits_BV[rows] = self._read_texts(rows)
             else:
-                fed = [[int(tokens[-1][row])] for row in rows]
-                start_B = torch.tensor([len(self.texts[row]) + j - 1 for row in rows], device=device)
-            number_B = torch.tensor([len(part) for part in fed], device=device)
-            index_B = torch.tensor(rows, device=device)
-            whole = len(rows) == len(self.texts)
-            states = model.forward(padded(fed, device), start_B, self.cache, number_B, None if whole else index_B)
-            last_BH = states.final[torch.arange(len(rows), device=device), number_B - 1]
-            logits_BV[index_B] = self.drafter.logits(last_BH)
+                drafted = [[int(tokens[-1][row])] for row in rows]
+                logits_BV[rows] = self._read(rows, drafted, [len(self.texts[row]) + j - 1 for row in rows])
             chosen_B = sampler(logits_BV)
             if chosen_B is None:
                 break

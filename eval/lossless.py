@@ -28,6 +28,7 @@ from headstart.eval.identity import tree_identity
 from headstart.eval.law_tests import LEVEL, MIN_EXPECTED, chi_square, chi_square_p, martingale, surprise
 from headstart.eval.parts import SOUND, Parts
 from headstart.eval.settings import EvalSettings
+from headstart.eval.tree_drafts import Shape
 from headstart.eval.verify import RULES, Rule, verify_tokens
 from headstart.heads.contract import Head
 from headstart.heads.paths import Path
@@ -100,6 +101,7 @@ class Speculation:
     batch: int = 8
     seed: int = 0
     parts: Parts = SOUND
+    tree: Shape | None = None
 
     def replies(self, names: Sequence[str], prompts: Sequence[list[int]], max_new_tokens: int) -> list[list[int]]:
         """One reply a prompt; the random numbers of each belong to its name."""
@@ -117,6 +119,7 @@ class Speculation:
             request_ids=names,
             judge_kind=self.parts.judge,
             append=self.parts.append,
+            tree=self.tree,
         )
         return [reply.token_ids for reply in replies]
 
@@ -127,6 +130,7 @@ class Speculation:
             dtype=str(self.target.dtype).removeprefix("torch."),
             sampling=self.sampling,
             draft=self.draft,
+            shape="tree" if self.tree else "chain",
             draft_length=self.draft_length if self.drafter else 0,
             batch=self.batch,
             drafter=self.drafter.name if self.drafter else "plain",

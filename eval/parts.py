@@ -9,6 +9,7 @@ from torch import Tensor
 from headstart.eval.decode import Append, add_block
 from headstart.eval.drafters import Proposal, Session
 from headstart.eval.judge import SampledJudge
+from headstart.eval.verify import TreeRule, verify_tree
 from headstart.heads.sampling import Sampling, filtered_probabilities
 
 
@@ -27,6 +28,8 @@ class Parts:
     """Which drafts the rule is given, and the law that it is told they were drawn from."""
     append: Append = add_block
     """How an emitted block lengthens a reply."""
+    verify_tree: TreeRule = verify_tree
+    """The rule of trees."""
 
     def judge(self, *settings: Any) -> SampledJudge:
         """The reference decoder's judge with these parts."""
@@ -42,6 +45,9 @@ class PartsJudge(SampledJudge):
 
     def target_law(self, logits: Tensor) -> Tensor:
         return self.parts.target_law(logits, self.sampling).cpu()
+
+    def judge_tree(self, *tree: Any) -> list[int]:
+        return self.parts.verify_tree(*tree)
 
     def propose(self, session: Session, active: list[int], length_B: list[int]) -> Proposal:
         return self.parts.told(super().propose(session, active, length_B), self.sampling)

@@ -2,7 +2,7 @@
 
 Each fault is judged where a certificate judges: by the checks of `lossless.py` on replies that the reference decoder
 samples, here from the built-in random target, and by enumeration and samples of the same fault on the toy. A fault that
-nothing catches on the tiny target (a tree, which has no place there: on the toy), or a sound decoder that something
+nothing catches on the tiny target (on the toy, where only enumeration can tell), or a sound decoder that something
 catches, is a failure of the battery.
 """
 
@@ -18,7 +18,7 @@ import torch
 
 from headstart.eval.decode import decode
 from headstart.eval.drafters import Drafter
-from headstart.eval.enumeration import Toy, ToyDecoder, compare
+from headstart.eval.enumeration import Toy, ToyDecoder, TreeDecoder, compare
 from headstart.eval.faults import CONTROLS, FAULTS, STALE_CACHE, Case, RejectedDrafter, StaleCache
 from headstart.eval.identity import Rescorer, identity_check
 from headstart.eval.language_model import LanguageModelDrafter
@@ -63,7 +63,7 @@ class TinyBench:
         target = Target(self.target.model, self.target.tokenizer, facts, self.target.taps)
         drafter = LanguageModelDrafter(self.draft, facts, case.stop_below)
         return Speculation(
-            target, drafter, case.sampling, case.draft, DRAFT_LENGTH, case.rule, TINY_BATCH, seed, case.parts
+            target, drafter, case.sampling, case.draft, DRAFT_LENGTH, case.rule, TINY_BATCH, seed, case.parts, case.tree
         )
 
     def checks(self, case: Case, seed: int, samples: int = TINY_SAMPLES, replies: int = TINY_REPLIES) -> list[Check]:
@@ -90,7 +90,8 @@ def noisy_model(target: Target, noise: float = 0.05, seed: int = 0) -> Target:
 def open_toy(case: Case, toy: Toy) -> ToyDecoder:
     """The toy decoder with what is wrong in this case."""
     stop_ids = frozenset([1]) if case.stops else frozenset()
-    return case.toy_kind(toy, case.rule, case.sampling, case.draft, DRAFT_LENGTH, stop_ids, case.parts, case.stop_below)
+    kind = TreeDecoder if case.tree else ToyDecoder
+    return kind(toy, case.rule, case.sampling, case.draft, DRAFT_LENGTH, stop_ids, case.parts, case.stop_below)
 
 
 def judge_case(case: Case, toy: Toy, bench: TinyBench, seed: int) -> dict[str, Any]:

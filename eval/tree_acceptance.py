@@ -28,9 +28,7 @@ class ReplyRanks:
 
     prompt_id: str
     route: str
-    rank_TK: (
-        np.ndarray
-    )  # int64: draft tokens before the recorded one, the largest logit first, of equals the smaller id
+    rank_TK: np.ndarray  # int64: draft tokens before the recorded one, largest logit first, of equals the smaller id
     valid_TK: np.ndarray  # bool: x_{t+2+j} lies in the reply
     num_out_of_vocab: int
 
@@ -69,11 +67,11 @@ def reply_ranks(head: Head, batches: Iterable[Batch], depth: int, law: TargetLaw
             rank_SD[s_C, j_C] = torch.where(known_C, rank_C, len(ids_V))
         start_S = rollout.start_S.cpu().numpy()
         unknown_S = ~torch.isin(batch.next_token_T[rollout.start_S + 1], ids_V).cpu().numpy()
-        rank_SD, valid_SD = rank_SD.cpu().numpy(), rollout.valid_SD.cpu().numpy()
+        ranks, valid = rank_SD.cpu().numpy(), rollout.valid_SD.cpu().numpy()
         row_S = np.searchsorted(np.asarray(batch.offsets[1:]), start_S, side="right")
         for row, (prompt_id, route) in enumerate(zip(batch.prompt_ids, batch.routes, strict=True)):
             here = row_S == row
-            replies.append(ReplyRanks(prompt_id, route, rank_SD[here], valid_SD[here], int(unknown_S[here].sum())))
+            replies.append(ReplyRanks(prompt_id, route, ranks[here], valid[here], int(unknown_S[here].sum())))
     return replies
 
 

@@ -46,6 +46,8 @@ class Uniforms:
 
 # Judges one row: (target_TV [K + 1, V], draft_KV [K, V] or None, drafts, chance) -> the emitted block.
 Rule = Callable[[Tensor, Tensor | None, Sequence[int], Chance], list[int]]
+# The same of a tree: (target_NV [N, V], tree, tokens [N], draft_NV [N, V] or None, chance).
+TreeRule = Callable[[Tensor, Tree, Sequence[int], Tensor | None, Chance], list[int]]
 
 
 def verify_tokens(target_TV: Tensor, draft_KV: Tensor | None, drafts: Sequence[int], chance: Chance) -> list[int]:

@@ -10,6 +10,7 @@ from headstart.eval.drafters import HeadDrafter, NgramDrafter
 from headstart.eval.identity import Rescorer, identity_check
 from headstart.eval.judge import verify_greedy
 from headstart.eval.language_model import LanguageModelDrafter
+from headstart.eval.proof import noisy_model
 from headstart.eval.tree_drafts import DynamicTree
 from headstart.heads.settings import TargetSettings
 from headstart.heads.target import Target, load_target
@@ -19,7 +20,7 @@ from tests.small_decoding import NO_STOP, fitted_head, make_path, make_prompts, 
 
 DRAFT_LENGTH = 4
 TREES = (Tree.branching(3, 2, 1, 1), DynamicTree(DRAFT_LENGTH, 3, 8))
-REPLIES = {1: (1, 120), 3: (3, 150), 8: (8, 370)}  # requests and tokens of each, by batch size
+REPLIES = {1: (1, 120), 3: (3, 150), 8: (8, 320)}  # requests and tokens of each, by batch size
 
 
 @pytest.fixture(scope="module")
@@ -39,6 +40,7 @@ def ways(tiny_target):
         "eagle3": (head, None),
         **{str(tree): (head, tree) for tree in TREES},
         "model": (LanguageModelDrafter(random_model(tiny_target), tiny_target.facts), None),
+        "model tree": (LanguageModelDrafter(noisy_model(tiny_target), tiny_target.facts), TREES[0]),
         "ngram": (NgramDrafter(), None),
         "scripted": (ScriptedDrafter(script, 2), None),
     }

@@ -216,7 +216,7 @@ def read_row(row: Any, roles: Mapping[str, str], split: str) -> tuple[Prompt, li
     """
     if not isinstance(row, dict):
         raise BadRow("not an object")
-    unconstrained = (None, {}, [], "", {"type": "text"})
+    unconstrained: tuple[Any, ...] = (None, {}, [], "", {"type": "text"})
     if constrained := [key for key in CONSTRAINTS if parsed_or_text(row.get(key)) not in unconstrained]:
         raise BadRow(f"{', '.join(constrained)} constrains the reply, which is not supported")
     turns = parsed(row.get("messages"))
