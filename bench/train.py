@@ -116,6 +116,9 @@ class RandomTarget:
     def embedding_weight(self) -> Any:
         return self.table_VH
 
+    def output_weight(self) -> Any:
+        return self.table_VH
+
 
 class RandomFeatures:
     """Random states under every prompt id, as the feature reader hands them out."""

@@ -66,6 +66,8 @@ def refuse_unservable(head: Head, engine: str) -> None:
     """Raise WrongInput with everything about the head that `engine` would ignore or misread."""
     if engine not in ENGINES:
         raise WrongInput(f"engine {engine!r}: found no writer, expected one of {', '.join(ENGINES)}.")
+    if missing := unwritten(head.kind, engine):
+        raise WrongInput(f"{engine}: {missing}. Until then the head is measured and decoded here only.")
     if problems := unservable(head.settings, head.facts, head.taps, engine):
         raise WrongInput(
             f"{engine} would not serve this head as it was trained:\n"
@@ -74,11 +76,18 @@ def refuse_unservable(head: Head, engine: str) -> None:
         )
 
 
+def unwritten(kind: str, engine: str) -> str:
+    """What to say where a kind of head has no writer for an engine; empty where it has one."""
+    if engine in WRITERS.get(kind, ()):
+        return ""
+    written = "; ".join(f"{name} for {', '.join(engines)}" for name, engines in WRITERS.items())
+    return f"found no writer for heads of kind {kind!r} yet (there are: {written})"
+
+
 def unservable(settings: HeadSettings, facts: TargetFacts, taps: list[int], engine: str) -> list[str]:
     """What `engine` would ignore or misread about a head of these settings; known before it is trained."""
-    if engine not in WRITERS.get(settings.kind, ()):
-        written = "; ".join(f"{kind} for {', '.join(engines)}" for kind, engines in WRITERS.items())
-        return [f"{settings.kind} heads are not written for it (written are {written}); set export.engines to []"]
+    if unwritten(settings.kind, engine):
+        return []
     assert isinstance(settings, Eagle3Settings)  # the only kind with a writer
     problems = []
     if facts.rope_parameters.get("partial_rotary_factor", 1.0) != 1.0:

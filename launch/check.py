@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from headstart.heads.errors import WrongInput
-from headstart.heads.export import unservable
+from headstart.heads.export import unservable, unwritten
 from headstart.heads.paths import Prompt
 from headstart.heads.target import TargetLoader
 from headstart.heads.target_facts import check_taps
@@ -96,6 +96,8 @@ def target_problems(recipe: Recipe, target: TargetLoader) -> Findings:
         text = f"found {recipe.head.draft_vocab_size}, but {always} special and stop tokens are always in"
         found.append(("head.draft_vocab_size", text))
     for engine in recipe.export.engines:
+        if missing := unwritten(recipe.head.kind, engine):
+            found.append(("export.engines", f"{engine}: {missing}; set it to []"))
         problems = unservable(recipe.head, facts, target.taps, engine)
         found += [("export.engines", f"{engine} would not serve this head: {problem}") for problem in problems]
     if not target.tokenizer.chat_template:
