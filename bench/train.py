@@ -112,6 +112,7 @@ class RandomTarget:
 
         self.facts = facts
         self.table_VH = (torch.randn(facts.vocab_size, facts.hidden_size) * 0.05).bfloat16()
+        self.device = self.table_VH.device
 
     def embedding_weight(self) -> Any:
         return self.table_VH
