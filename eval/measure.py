@@ -12,7 +12,7 @@ From the first and the last comes calibration.json: the head's confidence beside
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path as FilePath
 from typing import Any
 
@@ -42,9 +42,9 @@ from headstart.eval.speed import (
 )
 from headstart.eval.statistics import LEVEL
 from headstart.eval.subject import Subject
-from headstart.eval.summary import summary
+from headstart.eval.summary import lossless_text, summary
 from headstart.eval.temperatures import SETTING
-from headstart.eval.timings import choose_speed_dtype
+from headstart.eval.timings import balanced, choose_speed_dtype
 from headstart.eval.tree_acceptance import tree_rows
 from headstart.heads.checkpoint import checkpoint_identity, load_head
 from headstart.heads.errors import WrongInput
@@ -52,6 +52,7 @@ from headstart.heads.paths import Path
 from headstart.heads.store import hash_json, read_json, write_json
 from headstart.heads.target import Target
 
+CERTIFICATE = ({"lossless"}, {"lossless", "prove"})  # parts that ask for nothing else
 REPEAT_LENGTH = 8  # tokens of the n-grams whose repetition is told beside acceptance
 
 
@@ -99,9 +100,12 @@ def evaluate(
     all_routes = sorted({*routes, *(path.route for path in paths)})
     subject = Subject(target, head, list(paths), all_routes, settings, seed, tell)
     greedy = subject.sampling.temperature == 0
+    names = identity_of(head_folder, target, subject.paths, prompts_name)
+    if set(parts) in CERTIFICATE and kept_entries(folder / "acceptance.json", "rows", names):
+        return certify(subject, names, folder, "prove" in parts)
 
     replies = head_acceptance(subject)
-    names = identity_of(head_folder, target, subject.paths, prompts_name)
+    names = identity_of(head_folder, target, subject.paths, prompts_name)  # of the prompts that were taken
     old = {} if previous is None else previous_acceptance(subject, previous)
     rows, sums = measure_acceptance(subject, replies, old)
     rows += tree_rows(subject)
@@ -138,6 +142,22 @@ def evaluate(
     results = read_evals(folder)
     tell(calibration_text(results["calibration"]))
     tell(summary(of_checkpoint(results, names["checkpoint"]), settings.draft_length))
+    return results
+
+
+def certify(subject: Subject, names: dict[str, Any], folder: FilePath, with_proof: bool) -> dict[str, Any]:
+    """The losslessness certificate alone, of a checkpoint whose acceptance is known: its other files stay as they are."""
+    checks: list[dict[str, Any]] = []
+    if subject.sampling.temperature == 0:
+        settings = replace(subject.settings, stop_at_width=0.0)
+        paths = balanced(subject.paths, settings.live_prompts or len(subject.paths))
+        live = replace(subject, paths=paths, settings=settings)
+        checks = measure_live(live, head_acceptance(live)["greedy"])[1]
+    checks += certificate(subject.target, subject.head, subject.paths, subject.settings, subject.seed, subject.tell)
+    proof = prove(subject.seed, subject.tell) if with_proof else ([], [])
+    write_lossless(folder, names, checks, proof, subject.tell)
+    results = read_evals(folder)
+    subject.tell(lossless_text(results["lossless"]))
     return results
 
 

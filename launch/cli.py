@@ -129,7 +129,9 @@ def build_parser() -> argparse.ArgumentParser:
     evaluate.add_argument("--offline", action="store_true", help="only the acceptance table, nothing is decoded")
     evaluate.add_argument("--live", action="store_true", help="only the live loop beside the acceptance table")
     evaluate.add_argument(
-        "--lossless", action="store_true", help="only the losslessness certificate beside the acceptance table"
+        "--lossless",
+        action="store_true",
+        help="only the losslessness certificate (and acceptance, where it is unknown)",
     )
     evaluate.add_argument("--prove", action="store_true", help="with --lossless: also catch the seeded faults")
     evaluate.add_argument("--speed", action="store_true", help="only timings beside the acceptance table")

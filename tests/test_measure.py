@@ -179,6 +179,22 @@ def test_a_part_measured_again_keeps_the_rest(tiny_target, measured, recorded):
     assert read_json(measured / "eval" / "acceptance.json")["live_agreement"] == after["live_agreement"]
 
 
+def test_a_certificate_alone_leaves_every_other_figure(tiny_target, measured, recorded, tmp_path):
+    shutil.copytree(measured / "eval", tmp_path / "eval")
+    before = {file.name: file.read_bytes() for file in (tmp_path / "eval").iterdir()}
+    few = dataclasses.replace(SETTINGS, lossless_samples=64, lossless_tokens=64)
+    told: list[str] = []
+    evaluate(
+        lambda dtype: tiny_target, measured, recorded, few, tmp_path / "eval", parts=["lossless"], tell=told.append
+    )
+    changed = {file.name for file in (tmp_path / "eval").iterdir() if file.read_bytes() != before.get(file.name)}
+    assert changed == {"lossless.json"}
+    lossless = read_json(tmp_path / "eval" / "lossless.json")
+    names = {check["name"] for check in lossless["checks"]}
+    assert {"enumeration", "first_tokens", "martingale", "greedy_identity"} <= names
+    assert lossless["verdict"] == "lossless"
+
+
 def test_a_failed_check_stays_until_the_same_check_passes(tiny_target, measured, recorded, tmp_path):
     shutil.copytree(measured / "eval", tmp_path / "eval")
     file = tmp_path / "eval" / "lossless.json"
