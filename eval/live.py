@@ -15,9 +15,12 @@ IDENTITY_PROMPTS = 16  # prompts also decoded plainly and by transformers.genera
 
 
 def measure_live(
-    subject: Subject, offline: Sequence[ReplyAcceptance]
+    subject: Subject, offline: Sequence[ReplyAcceptance], with_generate: bool = True
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]], dict[str, Any]]:
-    """Decode held-out prompts live in float32: rows by both counting rules, identity checks, agreement with offline."""
+    """Decode held-out prompts live in float32: rows by both counting rules, identity checks, agreement with offline.
+
+    `with_generate` also holds plain decoding against transformers.generate, which takes as long as all the rest.
+    """
     target, head, settings = subject.target, subject.head, subject.settings
     paths = balanced(subject.paths, settings.live_prompts or len(subject.paths))
     prompt_ids = [path.prompt_id for path in paths]
@@ -36,11 +39,12 @@ def measure_live(
     replies = {
         ("recorded", length): [reply.token_ids for reply in live],
         ("recorded", 0): [reply.token_ids for reply in plain],
-        ("generate", 0): [reply.token_ids for reply in plain],
     }
     generated: list[list[int]] = []
-    for begin in range(0, len(prompts[few]), batch):
-        generated += generate(target, prompts[few][begin : begin + batch], limit)
+    if with_generate:
+        replies["generate", 0] = replies["recorded", 0]
+        for begin in range(0, len(prompts[few]), batch):
+            generated += generate(target, prompts[few][begin : begin + batch], limit)
     checks: list[dict[str, Any]] = []
     for (against, draft_length), tokens in replies.items():
         reference = generated if against == "generate" else recorded

@@ -146,13 +146,16 @@ def evaluate(
 
 
 def certify(subject: Subject, names: dict[str, Any], folder: FilePath, with_proof: bool) -> dict[str, Any]:
-    """The losslessness certificate alone, of a checkpoint whose acceptance is known: its other files stay as they are."""
+    """The losslessness certificate alone, of a checkpoint whose acceptance is known: its other files stay as they are.
+
+    So does the comparison with transformers.generate, which says nothing of the head.
+    """
     checks: list[dict[str, Any]] = []
     if subject.sampling.temperature == 0:
         settings = replace(subject.settings, stop_at_width=0.0)
         paths = balanced(subject.paths, settings.live_prompts or len(subject.paths))
         live = replace(subject, paths=paths, settings=settings)
-        checks = measure_live(live, head_acceptance(live)["greedy"])[1]
+        checks = measure_live(live, head_acceptance(live)["greedy"], with_generate=False)[1]
     checks += certificate(subject.target, subject.head, subject.paths, subject.settings, subject.seed, subject.tell)
     proof = prove(subject.seed, subject.tell) if with_proof else ([], [])
     write_lossless(folder, names, checks, proof, subject.tell)
