@@ -137,7 +137,7 @@ class Bench:
         )
 
     def live(self, sampling: Any, draft: str, number: int) -> Cell:
-        from headstart.eval.decode import live_counts
+        from headstart.eval.replies import live_counts
 
         names = [path.prompt_id for path in self.paths[:number]]
         routes = [path.route for path in self.paths[:number]]

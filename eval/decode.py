@@ -19,68 +19,21 @@ to be asked again after every draft.
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import Literal
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from headstart.eval.acceptance import PromptCounts
 from headstart.eval.drafters import Drafter, Proposal, Session, padded
-from headstart.eval.judge import Judge, SampledJudge, VerifyRule, new_judge, verify_greedy
+from headstart.eval.judge import Judge, new_judge
+from headstart.eval.parts import SOUND, Parts
+from headstart.eval.replies import Append, Reply
 from headstart.eval.tree_drafts import Shape, num_slots
 from headstart.eval.verify import Rule, Uniforms
 from headstart.heads.cache import LENGTH_STEP, PositionCache
 from headstart.heads.errors import WrongInput
 from headstart.heads.sampling import Sampling, request_generator
 from headstart.heads.target import States, Target
-
-
-class Step(NamedTuple):
-    """One target step of a reply, counted by rule `reply`; `whole_` counts the block as the target judged it."""
-
-    accepted: int  # drafts that became tokens of the reply
-    judged: int  # drafts that were compared with a token of the reply
-    short: bool  # the reply's last token was an accepted draft: no corrected or bonus token
-    whole_accepted: int
-    whole_drafted: int
-
-
-@dataclass
-class Reply:
-    """What one request got. Seconds are wall-clock, and those of the whole batch where rows ran together."""
-
-    token_ids: list[int] = field(default_factory=list)
-    finish_reason: str = ""  # stop | length
-    steps: list[Step] = field(default_factory=list)
-    first_token_s: float = 0.0  # prefill, the drafter's reading of the prompt not included
-    total_s: float = 0.0
-    draft_s: list[float] = field(default_factory=list)  # per step: proposing, and taking the result
-    verify_s: list[float] = field(default_factory=list)  # per step: forward and verification
-
-
-def add_block(reply: Reply, block: list[int], drafted: int, limit: int, stop_ids: set[int]) -> None:
-    """Append a block up to the first stop token or the limit, and count the step."""
-    accepted = len(block) - 1
-    emitted = 0
-    for token in block:
-        reply.token_ids.append(token)
-        emitted += 1
-        if token in stop_ids:
-            reply.finish_reason = "stop"
-        elif len(reply.token_ids) == limit:
-            reply.finish_reason = "length"
-        if reply.finish_reason:
-            break
-    short = emitted <= accepted
-    kept = emitted if short else accepted
-    judged = kept if short else min(drafted, accepted + 1)
-    reply.steps.append(Step(kept, judged, short, accepted, drafted))
-
-
-# Lengthens a reply by a block: (reply, block, drafted, limit, stop ids).
-Append = Callable[[Reply, list[int], int, int, set[int]], None]
 
 
 class Clock:
@@ -110,7 +63,6 @@ def decode(
     stop_ids: Sequence[int] | None = None,
     batch: int = 1,
     whole_blocks: bool = False,
-    verify: VerifyRule = verify_greedy,
     progress: Callable[[int, int], None] | None = None,
     *,
     sampling: Sampling | None = None,
@@ -119,23 +71,21 @@ def decode(
     seed: int = 0,
     request_ids: Sequence[str] | None = None,
     tree: Shape | None = None,
-    judge_kind: Callable[..., SampledJudge] = SampledJudge,
-    append: Append = add_block,
+    parts: Parts = SOUND,
 ) -> list[Reply]:
     """Decode prompts (token ids), `batch` at a time; no drafter or draft length 0 is plain decoding.
 
     Args:
         stop_ids: tokens that end a reply; default: the target's.
         whole_blocks: draft past the token limit as engines do, for counting by their rule; greedy replies are the same.
-        verify: how greedy drafts are judged.
         progress: called with (finished, all) requests after every batch.
-        sampling: the target's law; default: greedy. The remaining arguments say something above temperature 0 only.
+        sampling: the target's law; default: greedy. Temperature 0 leaves no room for draft, rule, seed and request_ids.
         draft: `sampled` draws drafts from the drafter's softmax at the target's temperature, where it has one.
         rule: a rule of `verify.py`, by name or itself.
         seed, request_ids: what a request's random numbers come from; by default its index is its id. A reply does not
             depend on the batch size or on the order of requests.
         tree: what is drafted instead of a chain, cut at `draft_length` deep. Its children are judged by rule `tokens`.
-        judge_kind, append: parts that a seeded fault replaces (`parts.py`).
+        parts: what a seeded fault replaces.
 
     Raises:
         WrongInput: an empty prompt, one that leaves no room in the target's context, or a tree asked of a drafter of chains.
@@ -155,7 +105,7 @@ def decode(
     for begin in range(0, len(order), batch):
         group = order[begin : begin + batch]
         chances = [Uniforms(request_generator(names[i], seed)) for i in group]
-        judge = new_judge(sampling, draft, draft_length, rule, verify, chances, judge_kind, tree)
+        judge = new_judge(sampling, draft, draft_length, rule, chances, tree, parts)
         decoded = decode_batch(
             target,
             [list(prompts[i]) for i in group],
@@ -166,7 +116,7 @@ def decode(
             whole_blocks,
             judge,
             draft_length if tree is None else num_slots(tree),
-            append,
+            parts.append,
         )
         for i, reply in zip(group, decoded, strict=True):
             replies[i] = reply
@@ -185,7 +135,7 @@ def decode_batch(
     whole_blocks: bool,
     judge: Judge,
     draft_slots: int,
-    append: Append = add_block,
+    append: Append,
 ) -> list[Reply]:
     """Decode requests that run together from prefill to the end of the longest reply; drafts take up to `draft_slots`."""
     clock = Clock(target.device)
@@ -299,38 +249,3 @@ def leave_finished(
     if session is not None:
         session.select(keep)
     return [active[row] for row in keep]
-
-
-def live_counts(
-    replies: Sequence[Reply],
-    prompt_ids: Sequence[str],
-    routes: Sequence[str],
-    draft_length: int,
-    counting: str = "reply",
-) -> list[PromptCounts]:
-    """Sums of live replies by counting rule `reply`, or `engine` (whole blocks: decode with `whole_blocks`)."""
-    counts = []
-    for reply, prompt_id, route in zip(replies, prompt_ids, routes, strict=True):
-        whole = counting == "engine"
-        accepted = np.array([s.whole_accepted if whole else s.accepted for s in reply.steps], dtype=np.int64)
-        depth_K = np.arange(draft_length)
-        accepted_K = (accepted[:, None] > depth_K).sum(0).astype(float)
-        if whole:  # an engine reports accepted at k / number of drafts; conditionals are ratios of those
-            judged_K = np.append(float(len(reply.steps)), accepted_K[:-1])[:draft_length]
-        else:
-            judged = np.array([s.judged for s in reply.steps], dtype=np.int64)
-            judged_K = (judged[:, None] > depth_K).sum(0).astype(float)
-        num_short = 0 if whole else sum(step.short for step in reply.steps)
-        counts.append(
-            PromptCounts(
-                prompt_id=prompt_id,
-                route=route,
-                num_tokens=float(len(reply.steps) + accepted.sum() - num_short),
-                num_steps=float(len(reply.steps)),
-                num_short_steps=float(num_short),
-                accepted_K=accepted_K,
-                judged_K=judged_K,
-                histogram=np.bincount(accepted, minlength=draft_length + 1).astype(float),
-            )
-        )
-    return counts

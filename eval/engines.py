@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from headstart.eval.acceptance import PromptCounts, acceptance_row
-from headstart.eval.decode import Reply, decode
+from headstart.eval.decode import decode
 from headstart.eval.drafters import HeadDrafter
 from headstart.eval.engine_runs import (
     EngineReply,
@@ -29,6 +29,7 @@ from headstart.eval.engine_runs import (
 )
 from headstart.eval.engines_setup import engines_folder, install_llamacpp, install_vllm
 from headstart.eval.gate import SCHEMAS, of_checkpoint, read_evals
+from headstart.eval.replies import Reply
 from headstart.eval.timings import balanced
 from headstart.heads.builtin import resolve_model
 from headstart.heads.card import RECORD, RECORD_SCHEMA, write_card

@@ -16,10 +16,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from headstart.eval.decode import Reply
 from headstart.eval.drafters import Proposal
 from headstart.eval.early_stop import EarlyStop
 from headstart.eval.parts import SOUND, Parts
+from headstart.eval.replies import Reply
 from headstart.eval.tree_drafts import DynamicTree, Shape, new_growth
 from headstart.eval.verify import Chance, Rule, verify_tokens
 from headstart.heads.sampling import Sampling

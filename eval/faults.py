@@ -13,9 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from headstart.eval.decode import Reply, add_block
 from headstart.eval.drafters import Proposal
 from headstart.eval.parts import SOUND, Parts
+from headstart.eval.replies import Reply, add_block
 from headstart.eval.verify import Chance, Rule, verify_tokens
 from headstart.heads.cache import PositionCache
 from headstart.heads.sampling import Sampling, filtered_probabilities

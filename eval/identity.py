@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from headstart.eval.acceptance import ReplyAcceptance
-from headstart.eval.decode import Reply, decode
+from headstart.eval.decode import decode
 from headstart.eval.drafters import HeadDrafter
+from headstart.eval.replies import Reply
 from headstart.heads.batch import Batch
 from headstart.heads.contract import Head
 from headstart.heads.target import Target

@@ -1,55 +1,16 @@
 """What the sampling setting decides in a step: the first token, how drafts are made, and which of them stand."""
 
-from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from headstart.eval.drafters import DraftSampler, Growth, Proposal, SamplingSession, Session, TreeSession
+from headstart.eval.parts import SOUND, Parts
 from headstart.eval.tree_drafts import Shape, new_growth
-from headstart.eval.verify import RULES, Rule, Uniforms, verify_tokens, verify_tree
+from headstart.eval.verify import RULES, Rule, Uniforms, verify_tokens
 from headstart.heads.errors import WrongInput
-from headstart.heads.sampling import Sampling, filtered_probabilities
-from headstart.heads.tree import Tree
-
-# Turns target logits [B, T, V] and a proposal into each row's emitted block: accepted drafts and one token more.
-VerifyRule = Callable[[Tensor, Proposal], list[list[int]]]
-
-
-def verify_greedy(logits_BTV: Tensor, proposal: Proposal) -> list[list[int]]:
-    """Keep drafts while they are what the target would have said; then the target's own token, from the same pass.
-
-    Row b's logits at i follow its i-th fed token, so they judge draft i and, behind the last accepted draft, give the
-    corrected token (a draft was refused) or the bonus token (none was). The emitted block is a prefix of what plain
-    greedy decoding says, whatever was drafted. Of a tree, the child that is the target's token is kept.
-    """
-    if proposal.trees is not None:
-        return [
-            greedy_walk(*row)
-            for row in zip(proposal.trees, proposal.tokens_BK.tolist(), logits_BTV.argmax(-1).tolist(), strict=True)
-        ]
-    width = logits_BTV.shape[1]
-    both = torch.cat((logits_BTV.argmax(-1), proposal.tokens_BK[:, : width - 1]), dim=1).tolist()
-    blocks = []
-    for row, length in zip(both, proposal.length_B, strict=True):
-        choice, drafts = row[:width], row[width : width + length]
-        accepted = 0
-        while accepted < length and drafts[accepted] == choice[accepted]:
-            accepted += 1
-        blocks.append(choice[: accepted + 1])
-    return blocks
-
-
-def greedy_walk(tree: Tree, drafts: list[int], choice: list[int]) -> list[int]:
-    """The emitted block of one tree: down from the root as long as a child is what the target says there."""
-    node: int | None = 0
-    block: list[int] = []
-    while node is not None:
-        block.append(choice[node])
-        node = next((child for child in tree.children(node) if drafts[child - 1] == block[-1]), None)
-    return block
+from headstart.heads.sampling import Sampling
 
 
 def propose_tree(session: Session, growth: Growth) -> Proposal:
@@ -77,19 +38,19 @@ class Judge(Protocol):
 class GreedyJudge:
     """Temperature 0: the largest logit, over the whole batch at once."""
 
-    def __init__(self, verify: VerifyRule, tree: Shape | None = None) -> None:
-        self._verify, self._tree = verify, tree
+    def __init__(self, tree: Shape | None, parts: Parts) -> None:
+        self.tree, self.parts = tree, parts
 
     def first_tokens(self, logits_BV: Tensor) -> list[int]:
         return logits_BV.argmax(-1).tolist()
 
     def propose(self, session: Session, active: list[int], length_B: list[int]) -> Proposal:
-        if self._tree is not None:
-            return propose_tree(session, new_growth(self._tree, length_B))
+        if self.tree is not None:
+            return propose_tree(session, new_growth(self.tree, length_B))
         return session.propose(length_B)
 
     def blocks(self, active: list[int], logits_BTV: Tensor, proposal: Proposal) -> list[list[int]]:
-        return self._verify(logits_BTV, proposal)
+        return self.parts.verify_greedy(logits_BTV, proposal)
 
 
 class SampledJudge:
@@ -102,24 +63,24 @@ class SampledJudge:
         draft_length: int,
         rule: Rule,
         chances: list[Uniforms],
-        tree: Shape | None = None,
+        tree: Shape | None,
+        parts: Parts,
     ) -> None:
         self.sampling, self.sampled_drafts, self.draft_length = sampling, sampled_drafts, draft_length
-        self.rule, self.chances, self.tree = rule, chances, tree
+        self.rule, self.chances, self.tree, self.parts = rule, chances, tree, parts
 
     def target_law(self, logits: Tensor) -> Tensor:
         """What the target samples by [.., V], on the CPU."""
-        return filtered_probabilities(logits, self.sampling).cpu()
-
-    def judge_tree(self, *tree: Any) -> list[int]:
-        """`verify_tree`."""
-        return verify_tree(*tree)
+        return self.parts.target_law(logits, self.sampling).cpu()
 
     def first_tokens(self, logits_BV: Tensor) -> list[int]:
         law_BV = self.target_law(logits_BV)
         return [chance.draw(law_V) for chance, law_V in zip(self.chances, law_BV, strict=True)]
 
     def propose(self, session: Session, active: list[int], length_B: list[int]) -> Proposal:
+        return self.parts.told(self._drafted(session, active, length_B), self.sampling)
+
+    def _drafted(self, session: Session, active: list[int], length_B: list[int]) -> Proposal:
         if self.tree is not None:
             chances = [self.chances[i] for i in active] if self.sampled_drafts else None
             return propose_tree(session, new_growth(self.tree, length_B, chances, self.sampling.temperature))
@@ -139,7 +100,7 @@ class SampledJudge:
         tokens = proposal.tokens_BK.tolist()
         if proposal.trees is not None:
             return [
-                self.judge_tree(
+                self.parts.verify_tree(
                     target_BTV[row],
                     tree,
                     [-1, *tokens[row]],  # the root's own token is judged no more
@@ -164,19 +125,16 @@ def new_judge(
     draft: str,
     draft_length: int,
     rule: str | Rule,
-    verify: VerifyRule,
     chances: list[Uniforms],
-    sampled: Callable[..., SampledJudge] = SampledJudge,
     tree: Shape | None = None,
+    parts: Parts = SOUND,
 ) -> Judge:
-    """The judge of one batch; `chances` are those of its requests, `sampled` makes it above temperature 0."""
+    """The judge of one batch; `chances` are those of its requests, the other arguments as of `decode`."""
     if draft not in ("greedy", "sampled"):
         raise ValueError(f"draft is {draft!r}, expected greedy or sampled")
     if tree is not None and rule not in ("tokens", verify_tokens):
         raise ValueError(f"rule is {rule!r}, but trees are judged child by child: expected tokens")
     if sampling.temperature == 0:
-        return GreedyJudge(verify, tree)
-    if verify is not verify_greedy:
-        raise ValueError("verify judges greedy drafts at temperature 0; above it, rule does")
+        return GreedyJudge(tree, parts)
     chosen = RULES[rule] if isinstance(rule, str) else rule
-    return sampled(sampling, draft == "sampled", draft_length, chosen, chances, tree)
+    return SampledJudge(sampling, draft == "sampled", draft_length, chosen, chances, tree, parts)

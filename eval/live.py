@@ -4,9 +4,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from headstart.eval.acceptance import PromptCounts, ReplyAcceptance
-from headstart.eval.decode import Reply, decode, live_counts
+from headstart.eval.decode import decode
 from headstart.eval.drafters import HeadDrafter
 from headstart.eval.identity import Rescorer, first_unequal_step, identity_check, is_draft_tie
+from headstart.eval.replies import Reply, live_counts
 from headstart.eval.subject import Subject, read_batches
 from headstart.eval.timings import balanced, generate
 from headstart.heads.paths import Path

@@ -117,9 +117,8 @@ class Speculation:
             rule=self.rule,
             seed=self.seed,
             request_ids=names,
-            judge_kind=self.parts.judge,
-            append=self.parts.append,
             tree=self.tree,
+            parts=self.parts,
         )
         return [reply.token_ids for reply in replies]
 
@@ -351,10 +350,9 @@ def certificate(
         ):
             tell(f"lossless: {check['name']}, {draft} drafts: p = {check['p_value']:.3g}, {check['verdict']}")
             checks.append(check)
-    if head.drafts_trees:
-        short = sorted(prompts, key=len)[:TREE_PROMPTS]
-        tree = Tree.branching(*(settings.trees[0] if settings.trees else DEFAULT_TREE))
-        tree = tree.cut(head.settings.max_depth or tree.depth)
-        checks.append(tree_identity(target, head, short, min(limit, TREE_TOKENS), tree, settings.live_batch))
-        tell(f"lossless: greedy identity with a {tree}: {checks[-1]['num_tokens']} tokens, {checks[-1]['verdict']}")
+    short = sorted(prompts, key=len)[:TREE_PROMPTS]
+    tree = Tree.branching(*(settings.trees[0] if settings.trees else DEFAULT_TREE))
+    tree = tree.cut(head.settings.max_depth or tree.depth)
+    checks.append(tree_identity(target, head, short, min(limit, TREE_TOKENS), tree, settings.live_batch))
+    tell(f"lossless: greedy identity with a {tree}: {checks[-1]['num_tokens']} tokens, {checks[-1]['verdict']}")
     return checks

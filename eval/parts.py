@@ -1,14 +1,13 @@
-"""The parts of speculative sampling that seeded faults replace, in the reference decoder and on the toy alike."""
+"""The parts of verification that seeded faults replace, in the reference decoder and on the toy alike."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor
 
-from headstart.eval.decode import Append, add_block
-from headstart.eval.drafters import Proposal, Session
-from headstart.eval.judge import SampledJudge
+from headstart.eval.drafters import Proposal
+from headstart.eval.greedy import VerifyRule, verify_greedy
+from headstart.eval.replies import Append, add_block
 from headstart.eval.verify import TreeRule, verify_tree
 from headstart.heads.sampling import Sampling, filtered_probabilities
 
@@ -30,27 +29,8 @@ class Parts:
     """How an emitted block lengthens a reply."""
     verify_tree: TreeRule = verify_tree
     """The rule of trees."""
-
-    def judge(self, *settings: Any) -> SampledJudge:
-        """The reference decoder's judge with these parts."""
-        return PartsJudge(self, *settings)
-
-
-class PartsJudge(SampledJudge):
-    """A judge made from parts."""
-
-    def __init__(self, parts: Parts, *settings: Any) -> None:
-        super().__init__(*settings)
-        self.parts = parts
-
-    def target_law(self, logits: Tensor) -> Tensor:
-        return self.parts.target_law(logits, self.sampling).cpu()
-
-    def judge_tree(self, *tree: Any) -> list[int]:
-        return self.parts.verify_tree(*tree)
-
-    def propose(self, session: Session, active: list[int], length_B: list[int]) -> Proposal:
-        return self.parts.told(super().propose(session, active, length_B), self.sampling)
+    verify_greedy: VerifyRule = verify_greedy
+    """The rule at temperature 0, of chains and trees."""
 
 
 SOUND = Parts()

@@ -13,8 +13,9 @@ from typing import Any
 import torch
 
 from headstart.eval.acceptance import accept_len_interval
-from headstart.eval.decode import Clock, Reply, live_counts
+from headstart.eval.decode import Clock
 from headstart.eval.identity import Rescorer, identity_check
+from headstart.eval.replies import Reply, live_counts
 from headstart.eval.settings import EvalSettings
 from headstart.eval.statistics import (
     MIN_PROMPTS,

@@ -12,8 +12,9 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
-from headstart.eval.decode import Clock, Reply, decode
+from headstart.eval.decode import Clock, decode
 from headstart.eval.drafters import Drafter, HeadDrafter, NgramDrafter
+from headstart.eval.replies import Reply
 from headstart.eval.settings import EvalSettings
 from headstart.heads.contract import Head
 from headstart.heads.paths import Path
@@ -32,9 +33,7 @@ Item = TypeVar("Item")
 class Variant:
     """One way to decode requests. No drafter: plain decoding; `generate`: transformers' own loop, one request at a time."""
 
-    name: (
-        str  # plain | generate | ngram | the head's kind, with `stops early` behind it where confidence ends its drafts
-    )
+    name: str  # plain | generate | ngram | the head's kind (`stops early` behind it where confidence ends its drafts)
     draft_length: int
     drafter: Drafter | None = None
     stop_below: float = 0.0  # as told to the drafter

@@ -5,8 +5,8 @@ import pytest
 
 from headstart.eval.acceptance import ReplyAcceptance, count_replies
 from headstart.eval.agreement import live_agreement, step_variances
-from headstart.eval.decode import Reply, add_block, live_counts
 from headstart.eval.gate import AGREEMENT_LEVEL
+from headstart.eval.replies import Reply, add_block, live_counts
 
 DEPTH = 2
 

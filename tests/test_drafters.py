@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from headstart.eval.acceptance import count_replies, reply_acceptance
-from headstart.eval.decode import decode, live_counts
+from headstart.eval.decode import decode
 from headstart.eval.drafters import (
     DraftSampler,
     HeadDrafter,
@@ -19,6 +19,7 @@ from headstart.eval.drafters import (
 )
 from headstart.eval.language_model import LanguageModelDrafter, language_model_acceptance
 from headstart.eval.proof import noisy_model
+from headstart.eval.replies import live_counts
 from headstart.heads.batch import pack
 from headstart.heads.errors import WrongInput
 from headstart.heads.sampling import Sampling

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from headstart.eval import engines, engines_setup
-from headstart.eval.decode import Reply, Step, decode
+from headstart.eval.decode import decode
 from headstart.eval.drafters import HeadDrafter
 from headstart.eval.engine_runs import (
     EngineReply,
@@ -20,6 +20,7 @@ from headstart.eval.engine_runs import (
     last_lines,
     llama_counters,
 )
+from headstart.eval.replies import Reply, Step
 from headstart.heads.batch import pack
 from headstart.heads.builtin import resolve_model
 from headstart.heads.eagle3 import Eagle3

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 import torch
 
-from headstart.eval.decode import Reply
 from headstart.eval.drafters import Proposal
 from headstart.eval.enumeration import (
     EXACT,
@@ -26,6 +25,7 @@ from headstart.eval.enumeration import (
 from headstart.eval.faults import PlainRule
 from headstart.eval.law_tests import LEVEL, chi_square, chi_square_p
 from headstart.eval.parts import Parts
+from headstart.eval.replies import Reply
 from headstart.eval.verify import RULES, Uniforms, verify_tokens
 from headstart.heads.sampling import Sampling, filtered_probabilities
 

@@ -7,9 +7,10 @@ import torch
 
 from headstart.eval.decode import decode
 from headstart.eval.drafters import HeadDrafter, NgramDrafter
+from headstart.eval.greedy import verify_greedy
 from headstart.eval.identity import Rescorer, identity_check
-from headstart.eval.judge import verify_greedy
 from headstart.eval.language_model import LanguageModelDrafter
+from headstart.eval.parts import Parts
 from headstart.eval.proof import noisy_model
 from headstart.eval.tree_drafts import DynamicTree
 from headstart.heads.settings import TargetSettings
@@ -92,7 +93,7 @@ def test_a_shifted_logit_is_no_tie(close_targets, ways):
         logits_BTV[..., 7] += 3.0
         return verify_greedy(logits_BTV, proposal)
 
-    check = close_check(*close_targets, ways, TREES[0], verify=shifted)
+    check = close_check(*close_targets, ways, TREES[0], parts=Parts(verify_greedy=shifted))
     assert "bug" in {divergence["verdict"] for divergence in check["divergences"]}
     assert check["verdict"] == "fail"
 

@@ -8,8 +8,9 @@ import torch
 
 from headstart.eval.acceptance import acceptance_probabilities, count_replies, reply_acceptance
 from headstart.eval.calibration import stopped
-from headstart.eval.decode import decode, live_counts
+from headstart.eval.decode import decode
 from headstart.eval.drafters import HeadDrafter
+from headstart.eval.replies import live_counts
 from headstart.heads.batch import pack
 from headstart.heads.checkpoint import KINDS
 from headstart.trainer.checkpoint import pointed

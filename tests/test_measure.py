@@ -9,9 +9,10 @@ from functools import partial
 import pytest
 import torch
 
-from headstart.eval.decode import decode, verify_greedy
+from headstart.eval.decode import decode
 from headstart.eval.drafters import Proposal
 from headstart.eval.gate import failures
+from headstart.eval.greedy import verify_greedy
 from headstart.eval.identity import (
     Rescorer,
     first_difference,
@@ -21,6 +22,7 @@ from headstart.eval.identity import (
     overall_verdict,
 )
 from headstart.eval.measure import evaluate, repeated_ngrams
+from headstart.eval.parts import Parts
 from headstart.eval.report import write_report
 from headstart.eval.sampled_live import request_names
 from headstart.eval.settings import EvalSettings
@@ -351,7 +353,7 @@ def test_a_verify_rule_that_accepts_everything_is_caught(tiny_target):
     prompts = make_prompts(tiny_target, [8, 15])
     script = ScriptedDrafter(continuations(tiny_target, prompts, 30), 1)
     plain = [script.continuations[tuple(p)][:20] for p in prompts]
-    faulty = decode(tiny_target, prompts, script, 3, 20, NO_STOP, verify=accept_all)
+    faulty = decode(tiny_target, prompts, script, 3, 20, NO_STOP, parts=Parts(verify_greedy=accept_all))
     check = identity_check(
         Rescorer(tiny_target),
         ["a", "b"],

@@ -11,10 +11,11 @@ import torch
 from headstart.eval.acceptance import count_replies, reply_acceptance
 from headstart.eval.agreement import live_agreement
 from headstart.eval.calibration import stopped
-from headstart.eval.decode import decode, live_counts
+from headstart.eval.decode import decode
 from headstart.eval.drafters import HeadDrafter, NgramDrafter, SuffixDrafter, lookup_acceptance
 from headstart.eval.language_model import LanguageModelDrafter, language_model_acceptance
 from headstart.eval.proof import noisy_model
+from headstart.eval.replies import live_counts
 from headstart.eval.target_law import TargetLaw
 from headstart.heads.batch import pack
 from headstart.heads.errors import WrongInput

@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from headstart.eval.decode import decode, live_counts
+from headstart.eval.decode import decode
 from headstart.eval.drafters import HeadDrafter, NgramDrafter, SuffixDrafter
 from headstart.eval.language_model import LanguageModelDrafter
 from headstart.eval.proof import noisy_model
+from headstart.eval.replies import live_counts
 from headstart.heads.sampling import Sampling, filtered_probabilities
 from tests.scripted import ScriptedDrafter
 from tests.small_decoding import NO_STOP, continuations, make_prompts, random_model, untrained_head

@@ -7,9 +7,10 @@ import torch
 
 from headstart.eval.acceptance import acceptance_row, count_replies, reply_acceptance
 from headstart.eval.contexts import break_even, break_even_text, by_context, context_rows, step_cost
-from headstart.eval.decode import Reply, Step, decode, live_counts
+from headstart.eval.decode import decode
 from headstart.eval.drafters import HeadDrafter
 from headstart.eval.measure import evaluate
+from headstart.eval.replies import Reply, Step, live_counts
 from headstart.eval.report import length_part
 from headstart.eval.settings import EvalSettings
 from headstart.eval.speed import crossover, recommend, speed_row

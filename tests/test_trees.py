@@ -9,8 +9,9 @@ import torch
 from transformers import Phi3Config, Phi3ForCausalLM
 
 from headstart.eval.acceptance import count_replies, reply_acceptance
-from headstart.eval.decode import decode, live_counts
+from headstart.eval.decode import decode
 from headstart.eval.drafters import HeadDrafter, NgramDrafter
+from headstart.eval.replies import live_counts
 from headstart.eval.subject import read_batches
 from headstart.eval.target_law import TargetLaw
 from headstart.eval.tree_acceptance import reply_ranks, tree_acceptance
