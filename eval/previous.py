@@ -1,7 +1,7 @@
 """The head in use so far, measured on the same replies beside the new one, and the two compared, prompt by prompt."""
 
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +63,6 @@ def compared(
 
 
 def prompt_sums(counts: Sequence[PromptCounts]) -> PromptSums:
-    values = [asdict(c) for c in counts]
-    tokens_R, steps_R = (np.array([v[name] for v in values], float) for name in ("num_tokens", "num_steps"))
-    ids, routes = ([v[name] for v in values] for name in ("prompt_id", "route"))
-    return PromptSums("", {}, ids, routes, tokens_R, steps_R, {})
+    """The sums that `compare_route` reads; it asks for neither names nor identities."""
+    tokens_R, steps_R = (np.array([getattr(c, name) for c in counts], float) for name in ("num_tokens", "num_steps"))
+    return PromptSums("", {}, [c.prompt_id for c in counts], [c.route for c in counts], tokens_R, steps_R, {})

@@ -8,8 +8,8 @@ from headstart.eval.agreement import live_agreement, step_variances
 from headstart.eval.decode import decode
 from headstart.eval.drafters import HeadDrafter
 from headstart.eval.live import live_counts_in_order, live_rows, told
-from headstart.eval.speed import balanced
 from headstart.eval.subject import Subject
+from headstart.eval.timings import balanced
 from headstart.heads.paths import Path
 
 DRAFTS: tuple[Literal["greedy", "sampled"], ...] = ("greedy", "sampled")

@@ -212,7 +212,6 @@ def measure_head(
         run.eval,
         parts=parts,
         previous=previous_folder(recipe.eval.previous, run.root, targets.facts),
-        prompts_name="heldout",
         routes=sorted({prompt.route for prompt in read_prompts(run.folder / "prompts")}),
         max_new_tokens=recipe.traffic.max_new_tokens,
         others=others,
