@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 
 from headstart.heads.batch import Batch
-from headstart.heads.errors import WrongInput
 from headstart.heads.facts import TargetFacts
 from headstart.heads.layers import Projection
 
@@ -64,11 +63,16 @@ class Head(nn.Module, ABC):
 
     kind: ClassVar[str]
     reads: ClassVar[Literal["taps", "final"]]  # what of the target's states is this kind's feature
-    drafts_trees: ClassVar[bool] = False  # has `draft_tree`
     settings: Any  # the dataclass of this kind in heads/settings.py
     facts: TargetFacts
     taps: list[int]  # residual streams read from the target, ascending; none where `final` is read
     draft_ids_V: Tensor  # int64 [Vd], ascending target ids of the draft vocabulary
+    first_values: dict[str, str]  # where trained tensors were copied from, by name; others are random
+
+    def __init__(self, settings: Any, facts: TargetFacts, draft_ids_V: Tensor) -> None:
+        super().__init__()
+        self.settings, self.facts, self.first_values = settings, facts, {}
+        self.register_buffer("draft_ids_V", draft_ids_V.to(torch.int64), persistent=False)
 
     @abstractmethod
     def rollout(self, batch: Batch, depth: int) -> Rollout:
@@ -93,19 +97,14 @@ class Head(nn.Module, ABC):
         After a block's first step one token a row is fed.
         """
 
+    @abstractmethod
     def draft_tree(self, state: Any, grow: Grow) -> None:
         """Draft a tree, level by level: `grow` chooses every row's nodes and keeps what it wants to know of them.
 
         It is given the logits behind all nodes fed last, first behind x_{t+1}, and returns the nodes that are to be drafted
         from. Logits behind a node are those that `rollout` has along its path: a node sees slots 0..t, its ancestors and
         itself. The state needs room for one slot a node.
-
-        Raises:
-            WrongInput: a kind of head that drafts chains only.
         """
-        raise WrongInput(
-            f"heads of kind {self.kind!r} draft chains only.\nMeasure them without trees (eval.trees: [])."
-        )
 
     @abstractmethod
     def accept(self, state: Any, features_BTF: Tensor, next_tokens_BT: Tensor, num_accepted_B: Tensor) -> None:
@@ -151,7 +150,7 @@ class Head(nn.Module, ABC):
 
     def origins(self) -> dict[str, str]:
         """Where each tensor's first value came from, for the table at the start of training; others are random."""
-        return {}
+        return {"embedding_VH": "target's embedding", "draft_ids_V": "traffic", **self.first_values}
 
     def trained_tensors(self) -> dict[str, Tensor]:
         """Exactly what a checkpoint holds: trained parameters, never the frozen target's weights."""
@@ -160,3 +159,7 @@ class Head(nn.Module, ABC):
     @property
     def device(self) -> torch.device:
         return next(self.parameters()).device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return next(self.parameters()).dtype

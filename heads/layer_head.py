@@ -76,19 +76,15 @@ class DraftState:
 class LayerHead(Head):
     """A head of one decoder layer."""
 
-    drafts_trees = True
     embedding_VH: Tensor
     norm: nn.Module  # from the layer's state to the input of the output layer
     norm_output = False  # whether the normed state is recycled between depths, or the layer's own
 
     def __init__(self, settings: Any, facts: TargetFacts, draft_ids_V: Tensor) -> None:
-        super().__init__()
-        self.settings, self.facts = settings, facts
+        super().__init__(settings, facts, draft_ids_V)
         self.rotary = Rotary(facts)
-        self.register_buffer("draft_ids_V", draft_ids_V.to(torch.int64), persistent=False)
         # The target's embedding is borrowed: frozen, never saved, found again through `load_target`.
         self.register_buffer("embedding_VH", torch.empty(0, facts.hidden_size), persistent=False)
-        self.first_values: dict[str, str] = {}  # where tensors were copied from; others are random
 
     @property
     @abstractmethod
@@ -103,15 +99,8 @@ class LayerHead(Head):
     def read(self, embedded: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """Input of the attention [.., I] and residual branch [.., H] from a token's embedding and h, both [.., H]."""
 
-    @property
-    def dtype(self) -> torch.dtype:
-        return next(self.parameters()).dtype
-
     def embed(self, tokens: Tensor) -> Tensor:
         return functional.embedding(tokens, self.embedding_VH).to(self.dtype)
-
-    def origins(self) -> dict[str, str]:
-        return {"embedding_VH": "target's embedding", "draft_ids_V": "traffic", **self.first_values}
 
     @torch.no_grad()
     def copy(self, name: str, found: Tensor | None, origin: str, columns: slice = slice(None)) -> None:

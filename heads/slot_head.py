@@ -38,17 +38,13 @@ class SlotHead(Head):
     """A head of `settings.num_heads` depths that reads `final` and keeps nothing but the last slot between blocks."""
 
     reads = "final"
-    drafts_trees = True
 
     def __init__(self, settings: SlotSettings, facts: TargetFacts, draft_ids_V: Tensor, width: int) -> None:
         """`width` is that of the states that are projected to logits."""
-        super().__init__()
-        self.settings, self.facts = settings, facts
+        super().__init__(settings, facts, draft_ids_V)
         self.taps: list[int] = []
         num_outputs = settings.num_heads if settings.own_output else 1
         self.lm_heads = nn.ModuleList(Projection(width, len(draft_ids_V)) for _ in range(num_outputs))
-        self.register_buffer("draft_ids_V", draft_ids_V.to(torch.int64), persistent=False)
-        self.first_values: dict[str, str] = {}  # where tensors were copied from; others are random
 
     @abstractmethod
     def begin(self, final: Tensor) -> Tensor:
@@ -56,11 +52,7 @@ class SlotHead(Head):
 
     @abstractmethod
     def step(self, depth: int, hidden: Tensor, token: Tensor) -> tuple[Tensor, Tensor]:
-        """State of a depth, and the h of the next one, from h [.., ?] and tokens [..]."""
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return next(self.parameters()).dtype
+        """State of a depth, and the h of the next one, from h and tokens [..]; how wide h is, is the kind's own affair."""
 
     def outputs(self) -> Sequence[Projection]:
         return list(self.lm_heads)  # type: ignore[arg-type]
@@ -73,9 +65,6 @@ class SlotHead(Head):
             if output.weight.shape == rows_VH.shape:
                 output.weight.copy_(rows_VH)
                 self.first_values[f"lm_heads.{i}.weight"] = "target's output rows"
-
-    def origins(self) -> dict[str, str]:
-        return {"embedding_VH": "target's embedding", "draft_ids_V": "traffic", **self.first_values}
 
     # Training and offline acceptance: all starts at once
 

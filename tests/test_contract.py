@@ -203,9 +203,6 @@ def test_future_tokens_and_states_change_nothing(kind, flags):
             assert_close(after_tokens[row, t, j], logits, 1e-12)
 
 
-TREE_VARIANTS = [(kind, flags) for kind, flags in VARIANTS if KINDS[kind].drafts_trees]
-
-
 def branch_row(row, t, tokens, dtype):
     """A recorded row up to start t, then a branch of drafts, and one token more that its last logits speak of."""
     path, taps, final = row
@@ -221,7 +218,7 @@ def branch_row(row, t, tokens, dtype):
     return branch, *features
 
 
-@pytest.mark.parametrize(("kind", "flags"), TREE_VARIANTS, ids=str)
+@pytest.mark.parametrize(("kind", "flags"), VARIANTS, ids=str)
 @pytest.mark.parametrize(("dtype", "tolerance"), PRECISION)
 def test_a_drafted_tree_equals_rollout_along_every_branch(kind, flags, dtype, tolerance):
     """Random trees of a ragged batch, one after the other, with random accepted counts between them."""

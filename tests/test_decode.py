@@ -5,9 +5,10 @@ import pytest
 import torch
 
 from headstart.eval.acceptance import acceptance_probabilities, acceptance_row, count_replies, reply_acceptance
-from headstart.eval.decode import decode, live_counts
+from headstart.eval.decode import decode
 from headstart.eval.drafters import HeadDrafter, NgramDrafter, ngram_acceptance
 from headstart.eval.language_model import LanguageModelDrafter
+from headstart.eval.replies import live_counts
 from headstart.heads.batch import pack, supervised_pairs
 from headstart.heads.contract import Draft, Head, Rollout, greedy
 from headstart.heads.errors import WrongInput
@@ -39,11 +40,9 @@ class CopyHead(Head):
     reads = "taps"
 
     def __init__(self, target, first_token):
-        super().__init__()
-        self.target, self.first_token = target, first_token
-        self.facts, self.taps = target.facts, target.taps
+        super().__init__(None, target.facts, torch.arange(target.facts.vocab_size))
+        self.target, self.first_token, self.taps = target, first_token, target.taps
         self.anchor = torch.nn.Parameter(torch.zeros(1))
-        self.register_buffer("draft_ids_V", torch.arange(target.facts.vocab_size))
 
     def rollout(self, batch, depth):
         start_S, valid_SD = supervised_pairs(batch, depth)
@@ -68,6 +67,9 @@ class CopyHead(Head):
                 text.append(int(sampler(logits[-1][None])))
             tokens.append(text[-depth:])
         return Draft(torch.tensor(tokens), torch.stack(logits).unflatten(0, (len(tokens), depth)))
+
+    def draft_tree(self, state, grow):
+        raise NotImplementedError
 
     def accept(self, state, features_BTF, next_tokens_BT, num_accepted_B):
         for text, row, accepted in zip(state.texts, next_tokens_BT.tolist(), num_accepted_B.tolist(), strict=True):
