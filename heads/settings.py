@@ -87,10 +87,10 @@ class Eagle1Settings(HeadSettings):
 
 @dataclass(frozen=True)
 class SlotSettings(HeadSettings):
-    """What kinds without attention share: weights of their own for each drafted token."""
+    """What kinds without attention share: a fixed number of drafted tokens."""
 
     num_heads: Positive = 4
-    """Drafted tokens: each has weights of its own, so train.depth has to be as large and no draft is longer."""
+    """Tokens it can draft: train.depth has to be equal, and no draft is longer."""
     own_output: bool = False
     """One output layer for each drafted token (true), or one for all (false), which is stored once."""
 

@@ -66,7 +66,7 @@ BAD_RECIPES = [
     (
         "head: {kind: medusa, num_heads: 3}",
         [
-            "mine.yaml:1: eval.draft_lengths: found [1, 2, 3, 4], expected at most head.num_heads = 3, since medusa has",
+            "mine.yaml:1: eval.draft_lengths: found [1, 2, 3, 4], expected at most head.num_heads = 3, the tokens",
             "mine.yaml:1: eval.speed_draft_lengths: found [2, 3, 4], expected at most head.num_heads = 3",
         ],
     ),
@@ -78,7 +78,10 @@ BAD_RECIPES = [
         "train:\n  loss: {feature_weight: 10}",
         ["mine.yaml:2: train.loss.feature_weight: found 10, expected 0: the states of eagle3 do not stand for"],
     ),
-    ("head: {kind: mlp}", ["mine.yaml:1: train.depth: found 3, expected head.num_heads = 4, since mlp has weights of"]),
+    (
+        "head: {kind: mlp}",
+        ["mine.yaml:1: train.depth: found 3, expected head.num_heads = 4, the tokens that mlp can draft"],
+    ),
     (
         "head: {kind: mlp, num_heads: 1}\ntrain: {depth: 1}\n"
         "eval: {draft_lengths: [1], draft_length: 1, speed_draft_lengths: [1]}",

@@ -1,6 +1,6 @@
 """The feature loss of EAGLE-1: a head's states should be the target's own final states one token on.
 
-Li et al., arXiv 2401.15077, section 4.2: smooth L1 beside the loss over tokens.
+Li et al., arXiv 2401.15077, section 3.2: smooth L1 beside the loss over tokens.
 """
 
 import torch
