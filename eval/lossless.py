@@ -27,11 +27,9 @@ from headstart.eval.enumeration import SAMPLERS, DynamicTreeDecoder, Toy, ToyDec
 from headstart.eval.identity import tree_identity
 from headstart.eval.law_tests import LEVEL, MIN_EXPECTED, chi_square, chi_square_p, martingale, surprise
 from headstart.eval.parts import SOUND, Parts
-from headstart.eval.settings import EvalSettings
+from headstart.eval.subject import Subject
 from headstart.eval.tree_drafts import Shape
 from headstart.eval.verify import RULES, Rule, verify_tokens
-from headstart.heads.contract import Head
-from headstart.heads.paths import Path
 from headstart.heads.sampling import Sampling, filtered_probabilities
 from headstart.heads.target import Target
 from headstart.heads.tree import Tree
@@ -318,24 +316,17 @@ def enumeration_checks() -> list[dict[str, Any]]:
     return checks
 
 
-def certificate(
-    target: Target,
-    head: Head,
-    paths: Sequence[Path],
-    settings: EvalSettings,
-    seed: int,
-    tell: Callable[[str], None],
-) -> list[dict[str, Any]]:
+def certificate(subject: Subject) -> list[dict[str, Any]]:
     """Rules by enumeration, this head's sampled replies by both statistics, and greedy identity with a tree.
 
     Replies are sampled anew, after the prompts of held-out paths and with the paths' sampling settings; where those are
     greedy, at temperature 1, where nothing is filtered and a wrong law has the most room to show.
     """
+    target, head, paths, settings = subject.target, subject.head, subject.paths, subject.settings
     checks = enumeration_checks()
     exact = sum(check["verdict"] == "pass" for check in checks)
-    tell(f"lossless: {exact} of {len(checks)} enumerated laws are exact")
-    recorded = Sampling(**paths[0].sampling)
-    sampling = recorded if recorded.temperature else Sampling(1.0)
+    subject.tell(f"lossless: {exact} of {len(checks)} enumerated laws are exact")
+    sampling = subject.sampling if subject.sampling.temperature else Sampling(1.0)
     prompts = [path.token_N[: path.num_prompt_tokens].tolist() for path in paths]
     limit = max(path.num_reply_tokens for path in paths)
     few = sorted(prompts, key=len)[:FIRST_PROMPTS]
@@ -343,16 +334,16 @@ def certificate(
     long = [prompts[i % len(prompts)] for i in range(len(names))]
     drafts: tuple[Literal["greedy", "sampled"], ...] = ("greedy", "sampled")
     for draft in drafts:
-        way = Speculation(target, HeadDrafter(head), sampling, draft, settings.draft_length, seed=seed)
+        way = Speculation(target, HeadDrafter(head), sampling, draft, settings.draft_length, seed=subject.seed)
         for check in (
             first_tokens_check(replace(way, batch=FIRST_BATCH), few, settings.lossless_samples),
             martingale_check(replace(way, batch=settings.live_batch), names, long, limit),
         ):
-            tell(f"lossless: {check['name']}, {draft} drafts: p = {check['p_value']:.3g}, {check['verdict']}")
+            subject.tell(f"lossless: {check['name']}, {draft} drafts: p = {check['p_value']:.3g}, {check['verdict']}")
             checks.append(check)
     short = sorted(prompts, key=len)[:TREE_PROMPTS]
     tree = Tree.branching(*(settings.trees[0] if settings.trees else DEFAULT_TREE))
     tree = tree.cut(head.settings.max_depth or tree.depth)
     checks.append(tree_identity(target, head, short, min(limit, TREE_TOKENS), tree, settings.live_batch))
-    tell(f"lossless: greedy identity with a {tree}: {checks[-1]['num_tokens']} tokens, {checks[-1]['verdict']}")
+    subject.tell(f"lossless: greedy identity with a {tree}: {checks[-1]['num_tokens']} tokens, {checks[-1]['verdict']}")
     return checks

@@ -103,7 +103,7 @@ def evaluate(
     rows += live_rows
     other_rows = [row for recorded in others for row in measure_setting(subject, recorded, "live" in parts, limit)]
     if "lossless" in (wanted if subject.sampling.temperature else parts):
-        checks += certificate(target, head, subject.paths, settings, seed, tell)
+        checks += certificate(subject)
     proof = prove(seed, tell) if "prove" in parts else ([], [])
     files.write_acceptance(rows + other_rows, extra | agreed)
     files.write_prompt_sums(sums)
@@ -124,15 +124,18 @@ def evaluate(
 
 
 def certify(files: EvalFiles, with_proof: bool) -> dict[str, Any]:
-    """The losslessness certificate alone, of a checkpoint whose acceptance is known: its other files stay as they are."""
+    """The losslessness certificate alone, of a checkpoint whose acceptance is known: its other files stay as they are.
+
+    So does the comparison with transformers.generate, which says nothing of the head.
+    """
     subject = files.subject
     checks: list[dict[str, Any]] = []
     if subject.sampling.temperature == 0:
         settings = replace(subject.settings, stop_at_width=0.0)
         paths = balanced(subject.paths, settings.live_prompts or len(subject.paths))
         live = replace(subject, paths=paths, settings=settings)
-        checks = measure_live(live, head_acceptance(live)["greedy"])[1]
-    checks += certificate(subject.target, subject.head, subject.paths, subject.settings, subject.seed, subject.tell)
+        checks = measure_live(live, head_acceptance(live)["greedy"], with_generate=False)[1]
+    checks += certificate(subject)
     proof = prove(subject.seed, subject.tell) if with_proof else ([], [])
     files.write_lossless(checks, proof)
     results = read_evals(files.folder)
