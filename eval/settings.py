@@ -17,9 +17,9 @@ class EvalSettings:
     draft_lengths: list[Positive] = field(default_factory=lambda: [1, 2, 3, 4])
     """Draft lengths of the acceptance table (exact, from one pass over the recorded paths)."""
     draft_length: Positive = 4
-    """The draft length reported first, and tracked during training."""
+    """The draft length that the gate, the card and the tables by route speak of, and that training tracks."""
     live_prompts: Count = 0
-    """Held-out prompts decoded live to prove greedy identity; 0 means all."""
+    """Held-out prompts decoded live, to hold the replies against the recorded and the computed ones; 0 means all."""
     live_batch: Positive = 8
     """Requests decoded together in the live loop."""
     concurrency: list[Positive] = field(default_factory=lambda: [1])
@@ -27,7 +27,7 @@ class EvalSettings:
     speed_prompts: Positive = 16
     """Held-out prompts that are timed, balanced over routes; more where 6 groups of `concurrency` need more."""
     speed_new_tokens: Positive = 96
-    """Longest timed reply."""
+    """Longest timed reply, in tokens."""
     speed_repeats: Positive = 4
     """Timings of each prompt and setting, interleaved ABBA."""
     speed_draft_lengths: list[Positive] = field(default_factory=lambda: [2, 3, 4])
@@ -35,11 +35,11 @@ class EvalSettings:
     speed_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """auto times plain decoding in float32 and, where it is native, bfloat16, and takes the faster."""
     trees: list[list[Positive]] = field(default_factory=list)
-    """Static trees of greedy drafts in the acceptance table (exact, offline): children per node by depth, [[3, 2, 1]]."""
+    """Static trees of greedy drafts to measure (exact, offline): children per node by depth, as in [[3, 2, 1]]."""
     ngram: bool = True
     """Measure n-gram (prompt) lookup, and suffix lookup offline, beside the head."""
     stop_below: Share = 0.0
-    """Also time drafts that end where the product of the head's confidences falls below this; 0 times none."""
+    """Also time the longest draft, ended where the product of confidences falls below this; 0 times none."""
     previous: PathText = ""
     """The head in use so far (a run, checkpoint or export folder): measured beside the new one and compared, paired."""
     replicates: Positive = 2000
@@ -47,9 +47,9 @@ class EvalSettings:
     stop_at_width: NonNegative = 0.0
     """Take held-out prompts until accept_len's interval is at most this wide, as a share of it (0.04); 0 takes all."""
     lossless_samples: Positive = 1024
-    """Sampled replies whose first tokens are compared with the target's law, with `--lossless`."""
+    """Sampled replies whose first tokens are held against the target's law: with `--lossless`, and at a temperature."""
     lossless_tokens: Positive = 4096
-    """Tokens of whole sampled replies that are scored again, with `--lossless`."""
+    """Tokens of whole sampled replies that are scored again: with `--lossless`, and at a temperature."""
     min_accept_len: NonNegative = 1.0
     """Gate: a held-out accept_len whose interval lies below this fails."""
     min_speedup: NonNegative = 0.0

@@ -98,7 +98,7 @@ class TrainSettings:
     """The optimiser's budget, in counts so that runs repeat."""
 
     num_steps: Positive = 1000
-    """Optimiser steps."""
+    """Optimiser steps of `batch_tokens` tokens each."""
     batch_tokens: Positive = 1024
     """Tokens a step, prompts included, over all ranks and accumulation steps."""
     accumulate: Positive = 1
@@ -106,9 +106,9 @@ class TrainSettings:
     depth: Positive = 3
     """Unroll depth: drafted tokens supervised after every start."""
     learning_rate: Annotated[float, Bounds(above=0)] = 1.5e-3
-    """Peak rate of AdamW."""
+    """Peak rate of AdamW, reached after `warmup_steps`; from there it falls along a cosine."""
     warmup_steps: Count = 50
-    """Linear warm-up."""
+    """Steps over which the rate rises linearly to its peak."""
     final_learning_rate: Share = 0.0
     """Rate the cosine ends at, as a share of the peak."""
     weight_decay: NonNegative = 0.0
