@@ -42,7 +42,7 @@ REST = -1  # stands for every next token that has no cell of its own
 EDGE = 1e-3  # logits this close to the last one that a filter keeps may fall on either side of it
 TREE_PROMPTS, TREE_TOKENS = 4, 64  # greedy replies with a tree of drafts, compared with plain ones
 DEFAULT_TREE = (3, 2, 1)  # children of every node by depth, where eval.trees names none
-SCORE_TOKENS = 256  # tokens whose law over the whole vocabulary is in memory at once
+SCORE_TOKENS = 32  # tokens whose law over the whole vocabulary is in memory at once; more leave the processor's cache
 Cell = tuple[int, ...]
 
 
@@ -216,7 +216,7 @@ def first_tokens_check(
             ).cpu()
 
         cells = expected_cells(next_laws, each, num_tokens, stop_ids)
-        names = [f"first/{i}/{sample}" for sample in range(each)]
+        names = [f"first/{way.draft}/{i}/{sample}" for sample in range(each)]  # checks share no random number
         replies = way.replies(names, [prompt] * each, num_tokens)
         observed_C, expected_C = count_cells(replies, cells), each * np.array(list(cells.values()))
         expected_C *= each / expected_C.sum()  # rounding of the remainders
@@ -330,11 +330,11 @@ def certificate(subject: Subject) -> list[dict[str, Any]]:
     prompts = [path.token_N[: path.num_prompt_tokens].tolist() for path in paths]
     limit = max(path.num_reply_tokens for path in paths)
     few = sorted(prompts, key=len)[:FIRST_PROMPTS]
-    names = [f"long/{i}" for i in range(-(-settings.lossless_tokens // limit))]
-    long = [prompts[i % len(prompts)] for i in range(len(names))]
+    long = [prompts[i % len(prompts)] for i in range(-(-settings.lossless_tokens // limit))]
     drafts: tuple[Literal["greedy", "sampled"], ...] = ("greedy", "sampled")
     for draft in drafts:
         way = Speculation(target, HeadDrafter(head), sampling, draft, settings.draft_length, seed=subject.seed)
+        names = [f"long/{draft}/{i}" for i in range(len(long))]
         for check in (
             first_tokens_check(replace(way, batch=FIRST_BATCH), few, settings.lossless_samples),
             martingale_check(replace(way, batch=settings.live_batch), names, long, limit),
