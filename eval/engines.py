@@ -28,7 +28,8 @@ from headstart.eval.engine_runs import (
     run_vllm,
 )
 from headstart.eval.engines_setup import engines_folder, install_llamacpp, install_vllm
-from headstart.eval.gate import SCHEMAS, of_checkpoint, read_evals
+from headstart.eval.eval_files import read_eval
+from headstart.eval.gate import of_checkpoint, read_evals
 from headstart.eval.replies import Reply
 from headstart.eval.timings import balanced
 from headstart.heads.builtin import resolve_model
@@ -239,7 +240,7 @@ def keep(
 ) -> None:
     """Add the engine's row to eval/acceptance.json (in place of an older one) and its line to the card."""
     file = run / "eval" / "acceptance.json"
-    acceptance = read_json(file, SCHEMAS["acceptance"]) if file.exists() else None
+    acceptance = read_eval(file) if file.exists() else None
     if acceptance and acceptance["checkpoint"]["sha256"] == record["checkpoint"]["sha256"]:
         ids, routes = [path.prompt_id for path in paths], [path.route for path in paths]
         row = engine_row(drafted, ids, routes, record["kind"], draft_length, acceptance["interval"])

@@ -9,7 +9,8 @@ import torch
 
 from headstart.eval.acceptance import ReplyAcceptance
 from headstart.eval.calibration import calibration_entries
-from headstart.eval.gate import SCHEMAS, of_checkpoint, read_evals, same_checkpoint
+from headstart.eval.eval_files import SCHEMAS, read_eval
+from headstart.eval.gate import of_checkpoint, read_evals, same_checkpoint
 from headstart.eval.identity import overall_verdict
 from headstart.eval.prompt_sums import write_sums
 from headstart.eval.speed import ABSOLUTE, crossover, hardware, recommend
@@ -17,7 +18,7 @@ from headstart.eval.statistics import LEVEL
 from headstart.eval.subject import Subject
 from headstart.eval.temperatures import SETTING
 from headstart.heads.errors import WrongInput
-from headstart.heads.store import read_json, write_json
+from headstart.heads.store import write_json
 
 
 @dataclass
@@ -34,7 +35,7 @@ class EvalFiles:
         if not file.exists():
             return []
         try:
-            old = read_json(file, SCHEMAS[name])
+            old = read_eval(file)
         except WrongInput:  # damaged: all of it is measured again
             return []
         same = all(old.get(key, self.names[key]) == self.names[key] for key in ("target", "prompts"))
@@ -106,13 +107,21 @@ class EvalFiles:
         route_accept_len: dict[int, dict[str, float | None]],
         device: torch.device,
     ) -> None:
-        """speed.json, with what all timings of the reference decoder recommend; `route_accept_len` as of `recommend`."""
-        absolute = dict.fromkeys(ABSOLUTE) | (self.kept("speed", "absolute") or {}) | absolute
-        rows = [*rows, *(row for row in self.kept("speed", "rows") if not timed_again(row, rows))]
+        """speed.json, with what all timings of the reference decoder recommend; `route_accept_len` as of `recommend`.
+
+        Its rows of other concurrencies stay where they were timed on this machine, with these versions.
+        """
+        machine = hardware(device)
+        same_machine = self.kept("speed", "hardware") == machine
+        if same_machine:
+            absolute = self.kept("speed", "absolute") | absolute
+        kept = [row for row in self.kept("speed", "rows") if same_machine or row["engine"] != "reference"]
+        rows = [*rows, *(row for row in kept if not timed_again(row, rows))]
         reference = [row for row in rows if row["engine"] == "reference"]
         recommended = recommend(reference, self.names["checkpoint"]["kind"], route_accept_len)
-        body = {"hardware": hardware(device), "absolute": absolute, "rows": rows, "recommended": recommended}
-        self._write("speed", {**self.names, **body, "crossover_concurrency": crossover(recommended)})
+        body = {"hardware": machine, "absolute": dict.fromkeys(ABSOLUTE) | absolute, "rows": rows}
+        body |= {"recommended": recommended, "crossover_concurrency": crossover(recommended)}
+        self._write("speed", {**self.names, **body})
 
     def _method(self) -> dict[str, Any]:
         """How intervals were made, and the setting that replies were recorded at."""

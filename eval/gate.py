@@ -3,23 +3,26 @@
 from pathlib import Path
 from typing import Any
 
+from headstart.eval.eval_files import read_eval
 from headstart.eval.settings import EvalSettings
 from headstart.eval.summary import plain_below_generate
 from headstart.eval.temperatures import split_settings
 from headstart.heads.errors import GateFailed, WrongInput
-from headstart.heads.store import read_json
 
 AGREEMENT_LEVEL = 1e-4  # p-value below which sampled live replies do not agree with the offline figures
-SCHEMAS = {name: f"headstart.{name}/1" for name in ("acceptance", "lossless", "speed", "calibration")}
+FILES = ("acceptance", "lossless", "speed", "calibration")
 
 
 def read_evals(folder: Path) -> dict[str, Any]:
     """The eval files of a run, by name; None where one was not written.
 
     Rows of acceptance at other settings than the run's own are apart (`split_settings`): no verdict speaks of them.
+
+    Raises:
+        WrongInput: a file that is damaged or was edited (`read_eval`).
     """
-    files = {name: folder / f"{name}.json" for name in SCHEMAS}
-    found = {name: read_json(file, SCHEMAS[name]) if file.exists() else None for name, file in files.items()}
+    files = {name: folder / f"{name}.json" for name in FILES}
+    found = {name: read_eval(file) if file.exists() else None for name, file in files.items()}
     if found["acceptance"] is not None:
         found["acceptance"] = split_settings(found["acceptance"])
     return found
@@ -68,10 +71,12 @@ def failures(evals: dict[str, Any], settings: EvalSettings) -> list[str]:
                     f"eval.min_accept_len = {settings.min_accept_len}"
                 )
     problems += disagreements((acceptance or {}).get("live_agreement") or {})
-    if (lossless := evals["lossless"]) is not None and lossless["verdict"] != "lossless":
+    if (lossless := evals["lossless"]) is not None:
         failed = [check["name"] for check in lossless["checks"] if check["verdict"] != "pass"]
-        reason = f"checks that did not pass: {', '.join(failed)}" if failed else "no check has compared a token"
-        problems.append(f"losslessness is {lossless['verdict']!r} ({reason})")
+        compared = any(check["num_tokens"] for check in lossless["checks"])
+        if failed or not compared or lossless["verdict"] != "lossless":  # whatever the verdict says, checks decide
+            reason = f"checks that did not pass: {', '.join(failed)}" if failed else "no check has compared a token"
+            problems.append(f"losslessness is {lossless['verdict']!r} ({reason})")
     if settings.fail_slow_plain and (speed := evals["speed"]) is not None and plain_below_generate(speed):
         problems.append(
             "plain decoding is slower than transformers.generate: speed-ups over it mean nothing (eval/speed.json, "

@@ -18,6 +18,7 @@ from typing import Any
 
 from headstart.eval.acceptance import ReplyAcceptance
 from headstart.eval.calibration_text import calibration_text
+from headstart.eval.eval_files import read_eval
 from headstart.eval.files import EvalFiles
 from headstart.eval.gate import of_checkpoint, read_evals
 from headstart.eval.heldout import PREVIOUS, check_paths, head_acceptance, measure_acceptance, measure_setting
@@ -33,6 +34,7 @@ from headstart.eval.summary import lossless_text, summary
 from headstart.eval.timings import balanced, choose_speed_dtype
 from headstart.eval.tree_acceptance import tree_rows
 from headstart.heads.checkpoint import checkpoint_identity, load_head
+from headstart.heads.errors import WrongInput
 from headstart.heads.paths import Path
 from headstart.heads.store import hash_json
 from headstart.heads.target import Target
@@ -75,10 +77,12 @@ def evaluate(
         not exist.
 
     Raises:
-        WrongInput: no paths, paths of several sampling settings, or a previous head of another target.
+        WrongInput: no paths, paths of several sampling settings, more concurrent requests than there are paths, a tree
+            that the head cannot draft, a previous head of another target, or a damaged file that would stay.
     """
     check_paths(paths)
     wanted = set(parts) or {"live", "lossless", "speed"}
+    check_wanted(wanted, settings, folder, len(paths))
     target = load_target("float32")
     head = load_head(head_folder, target).to(target.device).eval().pack()
     all_routes = sorted({*routes, *(path.route for path in paths)})
@@ -143,6 +147,23 @@ def certify(files: EvalFiles, with_proof: bool) -> dict[str, Any]:
     return results
 
 
+def check_wanted(wanted: set[str], settings: EvalSettings, folder: FilePath, num_prompts: int) -> None:
+    """Refuse, before anything is computed, timings that no prompts suffice for, and damaged files that would stay.
+
+    Raises:
+        WrongInput: either of them.
+    """
+    if "speed" in wanted and min(settings.concurrency) > num_prompts:
+        raise WrongInput(
+            f"eval.concurrency: found {settings.concurrency}, but there are {num_prompts} held-out prompts, and requests "
+            f"that run together are different ones; expected one of at most {num_prompts}.\nTime fewer together "
+            "(--speed --concurrency 1), or give the recipe more prompts (prompts.num_heldout)."
+        )
+    for file in (folder / f"{name}.json" for name in ("lossless", "speed") if name not in wanted):
+        if file.exists():  # read in the end, and not written anew
+            read_eval(file)
+
+
 def identity_of(head_folder: FilePath, target: Target, paths: Sequence[Path]) -> dict[str, Any]:
     """The first entries of every file: which checkpoint, target and prompts it speaks of."""
     return {
@@ -178,6 +199,8 @@ def speed_part(
     """Time the head, write speed.json, and return the identity checks of the timed replies."""
     head = load_head(head_folder, target).to(target.device, target.dtype).eval().pack()
     rows, checks, absolute = timed_rows(target, head, files.subject)
+    if not rows:  # the stopping rule took fewer prompts than have to run together
+        return checks
     by_route: dict[int, dict[str, float | None]] = {}
     for row in acceptance_rows:
         if (row["source"], row["drafter"], row["draft"]) == ("offline", head.kind, "greedy") and row["route"] != "all":

@@ -11,18 +11,19 @@ checkpoints that were measured earlier on the same replies stay, so that two che
 """
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from headstart.eval.gate import SCHEMAS, same_checkpoint
+from headstart.eval.eval_files import SCHEMAS, read_eval
+from headstart.eval.gate import same_checkpoint
 from headstart.heads.errors import WrongInput
-from headstart.heads.store import read_json, write_json
+from headstart.heads.store import write_json
 
 PROMPTS_FILE = "prompts.json"
-SCHEMA = "headstart.prompts/1"
 SAME_REPLIES = ("target", "prompts", "sampling", "prompt_ids", "num_tokens")  # else older rows speak of others
 
 
@@ -53,11 +54,14 @@ def write_sums(folder: Path, content: dict[str, Any], rows: list[dict[str, Any]]
     Rows of the same replies that were measured before are kept, unless `rows` has them anew.
     """
     file = folder / PROMPTS_FILE
-    old: dict[str, Any] = read_json(file, SCHEMA) if file.exists() else {"rows": []}
+    old: dict[str, Any] = {"rows": []}
+    if file.exists():
+        with suppress(WrongInput):  # damaged: what it held is measured again
+            old = read_eval(file)
     same = all(old.get(name) == content[name] for name in SAME_REPLIES)
     new = [row_key(row) for row in rows]
     kept = [row for row in old["rows"] if row_key(row) not in new] if same else []
-    write_json(file, {"schema": SCHEMA, **content, "rows": rows + kept})
+    write_json(file, {"schema": SCHEMAS["prompts"], **content, "rows": rows + kept})
 
 
 def row_key(row: dict[str, Any]) -> tuple[Any, ...]:
@@ -87,8 +91,8 @@ def read_sums(
         raise WrongInput(
             f"{label}: found no eval/{PROMPTS_FILE}, expected the tokens and steps of each prompt.\n{measure}"
         )
-    wanted = checkpoint or read_json(acceptance, SCHEMAS["acceptance"])["checkpoint"]
-    content = read_json(file, SCHEMA)
+    wanted = checkpoint or read_eval(acceptance)["checkpoint"]
+    content = read_eval(file)
     rows = [row for row in content["rows"] if row["checkpoint"] and same_checkpoint(row["checkpoint"], wanted)]
     if not rows:
         known = sorted({f"step {row['checkpoint']['step']}" for row in content["rows"] if row["checkpoint"]})

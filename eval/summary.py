@@ -80,7 +80,7 @@ def summary(results: dict[str, Any], draft_length: int) -> str:
         parts.append(acceptance_text(results["acceptance"], draft_length, results["speed"]))
     if results["lossless"]:
         parts.append(lossless_text(results["lossless"]))
-    if results["speed"]:
+    if results["speed"] and results["speed"]["rows"]:
         parts.append(speed_text(results["speed"]))
     return "\n\n".join(parts)
 

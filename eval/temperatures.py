@@ -28,16 +28,16 @@ def split_settings(acceptance: dict[str, Any]) -> dict[str, Any]:
 
 
 def temperature_table(acceptance: dict[str, Any], draft_length: int) -> tuple[list[str], list[list[str]]]:
-    """Header and lines: accept_len by temperature and kind of drafts; no lines where one setting was measured.
+    """Header and lines: accept_len of chains by temperature and kind of drafts; no lines where one setting was measured.
 
     Args:
         acceptance: as `split_settings` returns it.
     """
     others = acceptance.get("other_rows", [])
-    wanted = ("all", "all", "reply", draft_length)
+    wanted = ("all", "all", "reply", draft_length, None)
     shown: dict[tuple[str, str], str] = {}
     for row in [*acceptance["rows"], *others] if others else []:
-        if tuple(row[name] for name in ("route", "context", "counting", "draft_length")) == wanted:
+        if tuple(row[name] for name in ("route", "context", "counting", "draft_length", "tree")) == wanted:
             kept = [f"{name} {row[name]:g}" for name in SETTING[1:] if row[name] != {"top_k": 0, "top_p": 1.0}[name]]
             setting = ", ".join([f"{row['temperature']:g}", *kept])
             shown[setting, kind_of(row)] = interval_text(row["accept_len"])

@@ -16,6 +16,7 @@ import torch
 from headstart.eval.acceptance import PROJECTION_CHUNK, ReplyAcceptance, count_replies
 from headstart.eval.subject import Subject, read_batches
 from headstart.eval.target_law import TargetLaw
+from headstart.eval.tree_drafts import check_width
 from headstart.heads.batch import Batch
 from headstart.heads.contract import Head
 from headstart.heads.errors import WrongInput
@@ -37,7 +38,7 @@ class ReplyRanks:
 def reply_ranks(head: Head, batches: Iterable[Batch], depth: int, law: TargetLaw | None = None) -> list[ReplyRanks]:
     """Ranks of every recorded token that a tree of this depth can meet, reply by reply.
 
-    A token outside the draft vocabulary has the size of that vocabulary for its rank: no tree holds it.
+    A token outside the draft vocabulary has the size of that vocabulary for its rank: no tree that can be drafted holds it.
 
     Args:
         law: what the paths were drawn by, where that is to be checked.
@@ -109,11 +110,16 @@ def tree_acceptance(replies: Sequence[ReplyRanks], tree: Tree, draft: str = "gre
 
 
 def tree_rows(subject: Subject) -> list[dict[str, Any]]:
-    """Rows of eval/acceptance.json for the trees of `eval.trees`, over all prompts, from one pass of the head."""
+    """Rows of eval/acceptance.json for the trees of `eval.trees`, over all prompts, from one pass of the head.
+
+    Raises:
+        WrongInput: a node with more children than there are draft tokens.
+    """
     trees = [Tree.branching(*num_children) for num_children in subject.settings.trees]
     if not trees:
         return []
     head = subject.head
+    check_width(max(max(num_children) for num_children in subject.settings.trees), len(head.draft_ids_V))
     ranks = reply_ranks(head, read_batches(subject.target, head, subject.paths), max(tree.depth for tree in trees))
     return [
         subject.row(

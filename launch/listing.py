@@ -7,13 +7,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from headstart.eval.gate import SCHEMAS
+from headstart.eval.eval_files import read_eval
 from headstart.eval.summary import find_rows
 from headstart.eval.temperatures import split_settings
 from headstart.heads.errors import WrongInput
 from headstart.heads.intervals import interval_text
 from headstart.heads.settings import HEADS
-from headstart.heads.store import read_json, versions
+from headstart.heads.store import versions
 from headstart.launch.recipe import built_in_recipes, load_recipe
 from headstart.launch.run import run_folders
 from headstart.launch.schema import bare, keys
@@ -77,7 +77,7 @@ def headline(folder: Path) -> str:
     if not path.exists():
         return ""
     try:
-        acceptance = split_settings(read_json(path, SCHEMAS["acceptance"]))
+        acceptance = split_settings(read_eval(path))
     except WrongInput:
         return "eval/acceptance.json is damaged"
     whole = {"source": "offline", "route": "all", "context": "all", "draft": "greedy"}

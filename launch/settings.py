@@ -54,6 +54,13 @@ class Recipe:
         deepest = max(self.eval.trees, key=len, default=[])
         if len(deepest) >= longest:
             yield "eval.trees", f"found {deepest}, {len(deepest)} deep; {reply}"
+        widest = max((max(tree) for tree in self.eval.trees), default=0)
+        if 0 < (most_tokens := self.head.draft_vocab_size) < widest:
+            yield (
+                "eval.trees",
+                f"found {widest} children of one node, expected at most head.draft_vocab_size = {most_tokens}: they are "
+                "different draft tokens",
+            )
         if (weight := self.train.loss.feature_weight) and not self.head.predicts_final:
             able = ", ".join(kind for kind, cls in HEADS.items() if cls().predicts_final)
             yield (

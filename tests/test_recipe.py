@@ -105,6 +105,10 @@ BAD_RECIPES = [
         ["eval.trees: found [2] in place 1, expected children per node at one or more depths"],
     ),
     ("eval: {trees: [[40, 40]]}", ["eval.trees: found [40, 40] with 1640 nodes, expected at most 1024"]),
+    (
+        "head: {draft_vocab_size: 300}\neval: {trees: [[2], [1, 301]]}",
+        ["mine.yaml:2: eval.trees: found 301 children of one node, expected at most head.draft_vocab_size = 300"],
+    ),
     ("eval: {trees: [[2, 0]]}", ["eval.trees[0][1]: found 0, expected at least 1"]),
     ("eval: {trees: [2]}", ["eval.trees[0]: found 2, expected a list of whole numbers, such as [2]"]),
     (

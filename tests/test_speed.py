@@ -1,6 +1,7 @@
 """Speed where it will be used: every concurrency against plain decoding at the same one."""
 
 import dataclasses
+import json
 
 import pytest
 
@@ -8,6 +9,7 @@ from headstart.eval.measure import evaluate
 from headstart.eval.report import best_speeds
 from headstart.eval.timings import grouped
 from headstart.heads.checkpoint import save_head
+from headstart.heads.errors import WrongInput
 from headstart.heads.store import read_json
 from tests.small_decoding import NO_STOP, fitted_head, make_path, make_prompts
 from tests.test_measure import SETTINGS, decode
@@ -49,6 +51,20 @@ def test_every_concurrency_has_its_rows_and_those_measured_before_stay(measure, 
     assert at[1, "eagle3"] in again["rows"]
     assert again["absolute"]["generate_tokens_per_s"] == speed["absolute"]["generate_tokens_per_s"]
     assert all(row["speedup"]["low"] is None for row in again["rows"] if row["concurrency"] == 4)  # three groups
+
+
+def test_more_requests_together_than_there_are_prompts_are_refused(measure, tmp_path):
+    with pytest.raises(WrongInput, match="found .13, 16., but there are 12 held-out prompts"):
+        measure(tmp_path, [13, 16])
+
+
+def test_rows_of_another_machine_do_not_stay(measure, tmp_path):
+    speed, _ = measure(tmp_path, [1])
+    elsewhere = {**speed, "hardware": {**speed["hardware"], "cpu": "another"}}
+    (tmp_path / "speed.json").write_text(json.dumps(elsewhere))
+    again, _ = measure(tmp_path, [4])
+    assert {row["concurrency"] for row in again["rows"]} == {4}
+    assert again["absolute"]["generate_tokens_per_s"] is None
 
 
 def test_groups_are_whole():

@@ -97,10 +97,13 @@ def test_a_temperature_measured_again_replaces_itself_alone(measure):
         assert later["rows"] == first["rows"]
 
 
-def test_the_table_has_a_line_for_each_temperature(measure):
+def test_the_table_has_a_line_for_each_temperature_and_no_tree(measure):
     run, measured = measure
     acceptance = measured(0.0, (1.0, 0.7))["acceptance"]
     header, lines = temperature_table(acceptance, 2)
+    other = {"value": 9.0, "low": 9.0, "high": 9.0}
+    trees = [{**row, "tree": [-1, 0, 0, 1, 2], "accept_len": other} for row in acceptance["rows"]]
+    assert temperature_table({**acceptance, "rows": [*acceptance["rows"], *trees]}, 2)[1] == lines
     assert header == ["temperature", "eagle3", "ngram", "suffix", "eagle3 sampled"]
     assert [line[0] for line in lines] == ["0", "0.7", "1"]
     assert lines[0][4] == "-"  # nothing to sample at temperature 0
