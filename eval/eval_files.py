@@ -9,14 +9,14 @@ from headstart.heads.store import read_json
 SCHEMAS = {name: f"headstart.{name}/1" for name in ("acceptance", "lossless", "speed", "calibration", "prompts")}
 
 # Of every file: the entries that are read, the one that is a list, and what each of its members has.
-_ENTRIES = {
+ENTRIES = {
     "acceptance": ("checkpoint target prompts rows", "rows"),
     "lossless": ("checkpoint verdict checks faults", "checks"),
     "speed": ("checkpoint hardware absolute rows recommended crossover_concurrency", "rows"),
     "calibration": ("checkpoint rows thresholds recommended", "rows"),
     "prompts": ("target prompts sampling prompt_ids routes num_tokens rows", "rows"),
 }
-_MEMBERS = {
+MEMBERS = {
     "acceptance": (
         "source drafter route context temperature top_k top_p draft draft_length tree counting num_prompts num_tokens "
         "num_steps accept_len conditional accepted_histogram uniform_start_estimate product_of_marginals out_of_vocab_share"
@@ -39,7 +39,7 @@ def read_eval(file: Path) -> dict[str, Any]:
     """
     name = file.stem
     content: dict[str, Any] = read_json(file, SCHEMAS[name])
-    entries, listed = _ENTRIES[name]
+    entries, listed = ENTRIES[name]
     lacking = [entry for entry in entries.split() if entry not in content]
     if not lacking and not isinstance(content[listed], list):
         lacking = [f"list of {listed}"]
@@ -48,7 +48,7 @@ def read_eval(file: Path) -> dict[str, Any]:
     if not lacking:
         for i, member in enumerate(content[listed]):
             found = member if isinstance(member, dict) else {}
-            lacking += [f"{listed}[{i}].{entry}" for entry in _MEMBERS[name].split() if entry not in found]
+            lacking += [f"{listed}[{i}].{entry}" for entry in MEMBERS[name].split() if entry not in found]
             if lacking:
                 break
     if lacking:

@@ -3,7 +3,7 @@
 The frozen target's weights are never part of it; `head.json` names the target by fingerprint instead.
 """
 
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
@@ -94,13 +94,23 @@ def read_description(folder: Path) -> dict[str, Any]:
     """head.json of a saved head.
 
     Raises:
-        WrongInput: no head there, or one of an unknown kind.
+        WrongInput: no head there, a damaged description, or one of an unknown kind or setting.
     """
     if not (folder / DESCRIPTION).exists() or not (folder / WEIGHTS).exists():
         raise WrongInput(f"{folder}: found no head ({DESCRIPTION} and {WEIGHTS}). Give a run or a checkpoint folder.")
-    description: dict[str, Any] = read_json(folder / DESCRIPTION, HEAD_SCHEMA)
+    file = folder / DESCRIPTION
+    description: dict[str, Any] = read_json(file, HEAD_SCHEMA)
+    lacking = [name for name in ("kind", "settings", "target", "taps", "draft_ids_sha256") if name not in description]
+    if lacking:
+        raise WrongInput(f"{file}: found no {', '.join(lacking)}; it is damaged. Use another checkpoint of the run.")
     if description["kind"] not in KINDS:
         raise WrongInput(f"{folder}: head kind {description['kind']!r}; this version knows {', '.join(KINDS)}.")
+    known = {field.name for field in fields(HEADS[description["kind"]])}
+    if unknown := sorted(description["settings"].keys() - known):
+        raise WrongInput(
+            f"{file}: found the settings {', '.join(unknown)}, which a {description['kind']} head of this version has not: "
+            "it was edited, or trained by another version."
+        )
     return description
 
 
@@ -148,7 +158,7 @@ def head_hash(folder: Path) -> str:
 
 def checkpoint_identity(folder: Path) -> dict[str, Any]:
     """What a measurement speaks of: a saved head's weights, and the settings that say what they compute."""
-    description = read_json(folder / DESCRIPTION, HEAD_SCHEMA)
+    description = read_description(folder)
     meaning = {name: description[name] for name in ("kind", "settings", "taps", "draft_ids_sha256")}
     return {
         "kind": description["kind"],

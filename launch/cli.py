@@ -13,6 +13,7 @@ from typing import NoReturn
 from headstart import __version__
 from headstart.heads.errors import GateFailed, TrainingFailed, WrongInput
 from headstart.launch.processes import FROM_ACCELERATE
+from headstart.trainer.settings import MIN_TEMPERATURE
 
 DONE, FAULT, WRONG_INPUT, GATE_FAILED, INTERRUPTED = 0, 1, 2, 3, 130
 
@@ -203,15 +204,26 @@ def add_run(parser: Parser, examples: str, overrides: bool = True) -> None:
 
 
 def lengths(text: str) -> list[int]:
-    """Numbers between commas, ascending and each once."""
-    return sorted({int(number) for number in text.split(",")})
+    """Whole numbers of at least 1 between commas, ascending and each once."""
+    try:
+        found = sorted({int(number) for number in text.split(",")})
+    except ValueError:
+        found = [0]
+    if found[0] < 1:
+        raise argparse.ArgumentTypeError(f"found {text!r}, expected whole numbers of at least 1 between commas")
+    return found
 
 
 def temperatures(text: str) -> list[float]:
-    """Numbers from 0 on between commas, ascending and each once."""
-    found = sorted({float(number) for number in text.split(",")})
-    if not all(0 <= number < float("inf") for number in found):
-        raise argparse.ArgumentTypeError(f"found {text}, expected numbers from 0 on")
+    """Temperatures between commas, ascending and each once."""
+    try:
+        found = sorted({float(number) for number in text.split(",")})
+    except ValueError:
+        found = [float("nan")]
+    if not all(number == 0 or MIN_TEMPERATURE <= number < float("inf") for number in found):
+        raise argparse.ArgumentTypeError(
+            f"found {text!r}, expected numbers between commas, each 0 (greedy) or at least {MIN_TEMPERATURE:g}"
+        )
     return found
 
 

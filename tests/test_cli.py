@@ -77,7 +77,7 @@ def test_overrides_stand_anywhere_and_unknown_options_are_refused() -> None:
     assert options.overrides == ["run.seed=1", "train.depth=2"]
     assert options.dry_run
     wrong = (["train", "smoke", "--dry"], ["train", "smoke", "--nothing"], ["ls", "runs", "more"])
-    for arguments in (*wrong, ["eval", "smoke", "--draft-length", "two"], ["eval", "smoke", "--temperature", "-1"]):
+    for arguments in (*wrong, ["eval", "smoke", "--draft-length", "two"], ["eval", "smoke", "--temperature", "1e-9"]):
         with pytest.raises(SystemExit, match="2"):
             cli.parse(arguments)
 

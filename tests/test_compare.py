@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from headstart.eval.compare import compare, comparison_text
+from headstart.eval.eval_files import MEMBERS
 from headstart.eval.prompt_sums import read_sums, write_sums
 from headstart.heads.errors import WrongInput
 from headstart.launch import cli
@@ -39,9 +40,10 @@ def make_run(root, name, steps_R, *, step=500, order=None, **changes):
     } | changes
     row = {"checkpoint": checkpoint, "drafter": "eagle3", "draft": "greedy", "draft_length": 4}
     write_sums(run / "eval", content, [{**row, "num_steps": [float(steps_R[i]) for i in order]}])
-    (run / "eval" / "acceptance.json").write_text(
-        json.dumps({"schema": "headstart.acceptance/1", "checkpoint": checkpoint})
-    )
+    row = dict.fromkeys(MEMBERS["acceptance"].split())  # comparing reads none of them
+    names = {"checkpoint": checkpoint, "target": content["target"], "prompts": content["prompts"]}
+    acceptance = {"schema": "headstart.acceptance/1", **names, "rows": [row]}
+    (run / "eval" / "acceptance.json").write_text(json.dumps(acceptance))
     return run
 
 

@@ -31,19 +31,27 @@ def acceptance(sha256, accept_len=2.0, draft_length=3, source="offline", countin
         "uniform_start_estimate": 2.1, "product_of_marginals": 2.0, "out_of_vocab_share": 0.0,
     }  # fmt: skip
     checkpoint = {"kind": "eagle3", "step": 7, "sha256": sha256}
-    return {"schema": "headstart.acceptance/1", "checkpoint": checkpoint, "rows": [row]}
+    names = {"checkpoint": checkpoint, "target": {"name": "tiny"}, "prompts": {"name": "heldout"}}
+    return {"schema": "headstart.acceptance/1", **names, "rows": [row]}
 
 
 def lossless(sha256, verdict="lossless"):
-    check = {"name": "greedy_identity", "verdict": "pass" if verdict == "lossless" else "fail"}
+    check = {
+        "name": "greedy_identity", "dtype": "float32", "sampler": None, "draft": "greedy", "draft_length": 3, "batch": 4,
+        "num_samples": 8, "num_tokens": 320, "p_value": None, "level": None, "divergences": [],
+        "verdict": "pass" if verdict == "lossless" else "fail",
+    }  # fmt: skip
     checkpoint = {"kind": "eagle3", "step": 7, "sha256": sha256}
-    return {"schema": "headstart.lossless/1", "checkpoint": checkpoint, "verdict": verdict, "checks": [check]}
+    body = {"verdict": verdict, "checks": [check], "faults": []}
+    return {"schema": "headstart.lossless/1", "checkpoint": checkpoint, **body}
 
 
 def speed(sha256, speedup=1.3):
     row = {
         "engine": "reference", "drafter": "eagle3", "route": "all", "dtype": "float32", "concurrency": 1,
         "draft_length": 2, "plain_tokens_per_s": 10.0, "tokens_per_s": 10.0 * speedup, "speedup": spread(speedup),
+        "temperature": 0.0, "threads": 2, "predicted_speedup": speedup, "accept_len": 2.0, "target_step_ms": 1.0,
+        "verify_step_ms": 1.5, "cost_ratio": 0.1, "num_divergences": 0, "num_near_ties": 0,
     }  # fmt: skip
     checkpoint = {"kind": "eagle3", "step": 7, "sha256": sha256}
     hardware = {"cpu": "two cores", "cores": 2, "gpu": None, "versions": {}}
@@ -51,7 +59,7 @@ def speed(sha256, speedup=1.3):
     absolute = {"generate_tokens_per_s": 9.0, "plain_tokens_per_s": 10.0}
     return {
         "schema": "headstart.speed/1", "checkpoint": checkpoint, "hardware": hardware, "absolute": absolute,
-        "rows": [row], "recommended": recommended,
+        "rows": [row], "recommended": recommended, "crossover_concurrency": None,
     }  # fmt: skip
 
 
@@ -101,6 +109,19 @@ def test_figures_of_the_same_weights_under_other_settings_do_not_count(run, tiny
     (folder / "head.json").write_text(json.dumps(description))
     with pytest.raises(WrongInput, match="the same weights with other settings"):
         export(run, tiny_target)
+
+
+@pytest.mark.parametrize(("change", "said"), [("settings", "no settings"), ("nonsense", "the settings nonsense")])
+def test_a_damaged_head_description_is_named(change, said, run, tiny_target):
+    file = run / "checkpoints" / "step-000007" / "head.json"
+    description = json.loads(file.read_text())
+    if change == "settings":
+        del description["settings"]
+    else:
+        description["settings"][change] = 1
+    file.write_text(json.dumps(description))
+    with pytest.raises(WrongInput, match=rf"head\.json: found {said}"):
+        export(run, tiny_target, untested=True)
 
 
 @pytest.mark.parametrize("text", ["{", "[]", "{}", '{"schema": "headstart.acceptance/9"}'])

@@ -116,6 +116,7 @@ BAD_RECIPES = [
         ["eval.trees: found [1, 1, 1, 1, 1, 1], 6 deep; a reply has at most traffic.max_new_tokens = 6 tokens"],
     ),
     ("eval: {trees: 2}", ["eval.trees: found 2, expected a list of lists of whole numbers"]),
+    ("traffic: {temperature: 1.0e-9}", ["traffic.temperature: found 1e-09, expected 0 (greedy) or at least 0.001"]),
     ("eval:\n  draft_lengths: []", ["mine.yaml:2: eval.draft_lengths: found [], expected one or more"]),
     (
         "export: {engines: [vlm]}",

@@ -35,6 +35,9 @@ class PromptSettings:
             )
 
 
+MIN_TEMPERATURE = 1e-3  # logits over less leave the range of float32, or its precision
+
+
 @dataclass(frozen=True)
 class TrafficSettings:
     """How the target answers."""
@@ -57,6 +60,8 @@ class TrafficSettings:
     """Precision of validation and held-out replies: float32, so that live replies can be held against them."""
 
     def conflicts(self) -> Conflicts:
+        if 0 < self.temperature < MIN_TEMPERATURE:
+            yield "temperature", f"found {self.temperature:g}, expected 0 (greedy) or at least {MIN_TEMPERATURE:g}"
         if self.temperature == 0 and self.top_k:
             yield (
                 "top_k",
