@@ -53,4 +53,7 @@ def stop_text(calibration: dict[str, Any], advice: dict[str, Any]) -> str:
         return "recommended threshold: unknown, no step of this draft length was timed"
     if advice["stop_below"] is None:
         return "recommended threshold: none, no gain is sure"
+    (best,) = [row for row in rows if row["stop_below"] == advice["stop_below"]]
+    if best["predicted_speedup"]["value"] <= 1:
+        return f"recommended threshold: none, drafting is slower at every one (least at {advice['stop_below']:g})"
     return f"recommended threshold: {advice['stop_below']:g}"

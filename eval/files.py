@@ -97,6 +97,8 @@ class EvalFiles:
                 )
         checks = [*checks, *kept]
         named = {name: self.names[name] for name in ("checkpoint", "target")}
+        if not proof[0]:  # no proof this time: what the last one found stays
+            proof = self.kept("lossless", "faults") or [], self.kept("lossless", "battery_problems") or []
         body = {"verdict": overall_verdict(checks), "checks": checks, "faults": proof[0], "battery_problems": proof[1]}
         self._write("lossless", {**named, **body})
 
@@ -119,7 +121,7 @@ class EvalFiles:
         rows = [*rows, *(row for row in kept if not timed_again(row, rows))]
         reference = [row for row in rows if row["engine"] == "reference"]
         recommended = recommend(reference, self.names["checkpoint"]["kind"], route_accept_len)
-        body = {"hardware": machine, "absolute": dict.fromkeys(ABSOLUTE) | absolute, "rows": rows}
+        body: dict[str, Any] = {"hardware": machine, "absolute": dict.fromkeys(ABSOLUTE) | absolute, "rows": rows}
         body |= {"recommended": recommended, "crossover_concurrency": crossover(recommended)}
         self._write("speed", {**self.names, **body})
 

@@ -12,6 +12,7 @@ from headstart.eval.sampled_live import measure_sampled_live
 from headstart.eval.statistics import looks, relative_width
 from headstart.eval.subject import Subject, read_batches
 from headstart.eval.target_law import TargetLaw
+from headstart.eval.tree_acceptance import tree_rows
 from headstart.heads.errors import WrongInput
 from headstart.heads.intervals import interval_text
 from headstart.heads.paths import Path
@@ -123,6 +124,7 @@ def measure_setting(
     subject.tell(f"temperature {other.sampling.temperature:g}")
     replies = head_acceptance(other)
     rows, _ = measure_acceptance(other, replies)
+    rows += tree_rows(other)
     if live and other.sampling.temperature == 0:
         live_rows, _, agreed = measure_live(other, replies["greedy"])
         live_rows[0]["agreement"] = agreed

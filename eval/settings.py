@@ -53,7 +53,7 @@ class EvalSettings:
     min_accept_len: NonNegative = 1.0
     """Gate: a held-out accept_len whose interval lies below this fails."""
     min_speedup: NonNegative = 0.0
-    """Gate: a best speedup below this fails; 0 only reports."""
+    """Gate: a best speedup at the lowest measured concurrency below this fails; 0 only reports."""
     fail_slow_plain: bool = True
     """Gate: plain decoding slower than transformers.generate fails, for speedups over it would mean nothing."""
 
