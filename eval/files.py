@@ -11,6 +11,7 @@ from headstart.eval.acceptance import ReplyAcceptance
 from headstart.eval.calibration import calibration_entries
 from headstart.eval.eval_files import SCHEMAS, read_eval
 from headstart.eval.gate import of_checkpoint, read_evals, same_checkpoint
+from headstart.eval.heldout import PREVIOUS
 from headstart.eval.identity import overall_verdict
 from headstart.eval.prompt_sums import write_sums
 from headstart.eval.speed import ABSOLUTE, crossover, hardware, recommend
@@ -44,9 +45,16 @@ class EvalFiles:
         return old.get(entry, [])
 
     def write_acceptance(self, rows: list[dict[str, Any]], extra: dict[str, Any]) -> None:
-        """acceptance.json; rows and the live agreement that were measured before stay."""
+        """acceptance.json; rows and the live agreement that were measured before stay, but for a previous head's.
+
+        They belong to the comparison beside them, which is made anew or not at all.
+        """
         environment = {"device": str(self.subject.target.device), "dtype": "float32"}
-        kept = [row for row in self.kept("acceptance", "rows") if not measured_again(row, rows)]
+        kept = [
+            row
+            for row in self.kept("acceptance", "rows")
+            if row["drafter"] != PREVIOUS and not measured_again(row, rows)
+        ]
         if "live_agreement" not in extra and (agreed := self.kept("acceptance", "live_agreement")):
             extra = {**extra, "live_agreement": agreed}
         body = {"environment": {**environment, "threads": torch.get_num_threads()}, **self._method()}

@@ -106,6 +106,11 @@ def test_a_previous_head_of_another_kind_may_draft_fewer_tokens(tiny_target, rec
     short, long = rows[0], next(row for row in rows if row["draft_length"] == 2)
     assert long["accept_len"] == short["accept_len"]
     assert long["conditional"] == [*short["conditional"], {"value": None, "low": None, "high": None}]
+    without = evaluate(
+        lambda dtype: tiny_target, new, recorded, SETTINGS, tmp_path / "eval", parts=["offline"],
+        tell=lambda line: None,
+    )["acceptance"]  # fmt: skip
+    assert "previous" not in {row["drafter"] for row in without["rows"]} | without.keys()
 
 
 def test_a_previous_head_is_found_by_run_checkpoint_or_export(tiny_target, run, tmp_path):
