@@ -6,8 +6,9 @@ import json
 import pytest
 
 from headstart.eval.measure import evaluate
+from headstart.eval.replies import Reply
 from headstart.eval.report import best_speeds
-from headstart.eval.timings import grouped
+from headstart.eval.timings import Timings, Variant, grouped
 from headstart.heads.checkpoint import save_head
 from headstart.heads.errors import WrongInput
 from headstart.heads.store import read_json
@@ -70,3 +71,11 @@ def test_rows_of_another_machine_do_not_stay(measure, tmp_path):
 def test_groups_are_whole():
     assert grouped([1, 2, 3, 4, 5], 2) == [[1, 2], [3, 4]]
     assert grouped([1], 2) == []
+
+
+def test_a_group_takes_as_long_as_its_last_request():
+    run = [Reply(token_ids=[5] * 3, total_s=1.0), Reply(token_ids=[5] * 7, total_s=4.0)]
+    timed = Timings(Variant("plain", 0), [[run, run]])
+    assert timed.concurrency == 2
+    assert timed.seconds_G.tolist() == [8.0]
+    assert timed.tokens_per_s() == 20 / 8
