@@ -12,10 +12,11 @@ replies of about 123 cut at 192), or taken from a traffic folder.
 import argparse
 import time
 from pathlib import Path as FilePath
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 from headstart.heads.settings import HEADS
 from headstart.launch.threads import apply_threads, choose_threads
+from headstart.trainer.settings import LossSettings
 
 HIDDEN, VOCAB, DRAFT_VOCAB, NUM_LAYERS = 576, 49_152, 8_192, 30
 
@@ -27,7 +28,7 @@ def main() -> None:
     parser.add_argument("--warmup", type=int, default=8, help="steps before the clock starts")
     parser.add_argument("--threads", type=int, default=0, help="0: the cores this process may use")
     parser.add_argument("--dtype", nargs="+", default=["bfloat16", "float32"], choices=["bfloat16", "float32"])
-    parser.add_argument("--loss", default="kl", choices=["kl", "ce", "tv", "lk_hybrid"])
+    parser.add_argument("--loss", default="kl", choices=get_args(get_type_hints(LossSettings)["kind"]))
     parser.add_argument("--traffic", type=FilePath, help="take path lengths from this traffic folder")
     arguments = parser.parse_args()
     threads = choose_threads(arguments.threads, local_world_size=1)

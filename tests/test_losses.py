@@ -46,6 +46,11 @@ def random_rollout(batch, dtype, seed=5) -> Rollout:
     return Rollout(state.requires_grad_(), start_S, valid_SD)
 
 
+def jensen_shannon(p_V, q_V):
+    w_V = (p_V + q_V) / 2
+    return sum(torch.special.xlogy(law_V, law_V / w_V).sum() for law_V in (p_V, q_V)) / 2
+
+
 def plain_loss(rollout, weights, batch, output_weight_VH, loss, normaliser):
     """The definitions of trainer/losses.py, pair by pair over the target's whole vocabulary, by autograd."""
     sums = PairSums.zeros(DEPTH, weights[0].device)
@@ -54,15 +59,20 @@ def plain_loss(rollout, weights, batch, output_weight_VH, loss, normaliser):
         for j in range(DEPTH):
             if not rollout.valid_SD[s, j]:
                 continue
-            log_p = functional.log_softmax(output_weight_VH @ batch.final_TH[start + 1 + j], -1)[DRAFT_IDS]
+            log_p_V = functional.log_softmax(output_weight_VH @ batch.final_TH[start + 1 + j], -1)
+            log_p = log_p_V[DRAFT_IDS]
             log_q = functional.log_softmax(weights[j % len(weights)] @ rollout.state_SDH[s, j], -1)
             p, q = log_p.exp(), log_q.exp()
+            q_V = torch.zeros_like(log_p_V).index_put((DRAFT_IDS,), q)
             x = int(batch.next_token_T[start + 1 + j])
             kl = (p * (log_p - log_q)).sum()
             tv = 1 - torch.minimum(p, q).sum()
             ce = -log_q[x // 2] if x % 2 == 0 else torch.zeros(())
             share = torch.exp(-loss.lk_rate * (1 - tv)).detach()
-            value = {"kl": kl, "tv": tv, "ce": ce, "lk_hybrid": share * kl + (1 - share) * tv}[loss.kind]
+            value = {
+                "kl": kl, "tv": tv, "ce": ce, "lk_hybrid": share * kl + (1 - share) * tv,
+                "reverse_kl": p.sum() * (q * (log_q - log_p)).sum(), "jsd": jensen_shannon(log_p_V.exp(), q_V),
+            }[loss.kind]  # fmt: skip
             total = total + loss.depth_decay**j * value / normaliser
             found = (1, value, p.sum(), x % 2 == 0 and int(q.argmax()) == x // 2,
                      (log_q[x // 2] - log_p[x // 2]).clamp(max=0).exp() if x % 2 == 0 else 0, x % 2)  # fmt: skip
@@ -96,6 +106,27 @@ def test_fused_loss_is_the_plain_loss(kind, chunk, num_weights):
         results.append((value, *gradients, *vars(sums).values()))
     for fused, plain in zip(*results, strict=True):
         torch.testing.assert_close(fused, plain, rtol=2e-6, atol=1e-7)  # the record of log p is float32
+
+
+@pytest.mark.parametrize("kind", ["kl", "reverse_kl", "jsd", "tv"])
+def test_a_divergence_is_least_where_the_laws_are_equal(kind):
+    """A head that is the target: nothing is charged and no weight is pulled. Far from it the loss is positive, finite."""
+    batch, output_weight = make_batch([(5, 40), (1, 3)], torch.float32)
+    teacher = Teacher(output_weight, torch.arange(VOCAB), torch.float32)
+    start_S, valid_SD = supervised_pairs(batch, DEPTH)
+    slot_SD = (start_S[:, None] + 1 + torch.arange(DEPTH)).clamp(max=len(batch.final_TH) - 1)
+    for scale in (1.0, -30.0):  # logits of some hundreds: q runs down to 0
+        rollout = Rollout((scale * batch.final_TH[slot_SD]).requires_grad_(), start_S, valid_SD)
+        value, sums = pair_loss(rollout, [output_weight], batch, teacher, LossSettings(kind=kind), 1.0)
+        value.backward()
+        loss_D, gradient = sums.loss_D / sums.pairs_D, rollout.state_SDH.grad
+        assert gradient.isfinite().all()
+        if scale == 1:
+            assert loss_D.abs().max() < 1e-6
+            assert gradient.abs().max() < 1e-5
+        else:
+            assert (loss_D > {"kl": 50, "reverse_kl": 5, "jsd": 0.5, "tv": 0.5}[kind]).all()
+            assert (loss_D < {"kl": 1e4, "reverse_kl": 1e4, "jsd": math.log(2) + 1e-6, "tv": 1 + 1e-6}[kind]).all()
 
 
 def test_frozen_output_weights_change_no_other_gradient():

@@ -96,7 +96,7 @@ BAD_RECIPES = [
     ("train: {depth: 0}", ["train.depth: found 0, expected at least 1"]),
     ("train: {depth: null}", ["train.depth: found nothing, expected a whole number"]),
     ("train: 7", ["train: found 7, expected keys with values below it"]),
-    ("train: {loss: {kind: kd}}", ["train.loss.kind: found 'kd', expected kl, ce, tv or lk_hybrid"]),
+    ("train: {loss: {kind: kd}}", ["train.loss.kind: found 'kd', expected kl, reverse_kl, jsd, ce, tv or lk_hybrid"]),
     ("traffic: {max_new_tokens: 3}\ntrain: {depth: 2}", ["mine.yaml:1: eval.draft_lengths: found [1, 2, 3, 4]"]),
     ("eval: {draft_lengths: [1, 2]}", ["eval.draft_length: found 4, expected one of draft_lengths = [1, 2]"]),
     ("eval: {trees: [[2, 1], []]}", ["mine.yaml:1: eval.trees: found [] in place 1, expected children per node"]),

@@ -3,22 +3,27 @@
 For the pair (t, j) let p be the target's distribution at position t+1+j over its whole vocabulary and q the head's,
 which lives on the draft vocabulary D only:
 
-    kl         sum over d in D of p_d (log p_d - log q_d)
-    ce         -log q_x of the recorded token x
-    tv         1 - sum over d in D of min(p_d, q_d)                   = 1 - acceptance of a sampled draft
-    lk_hybrid  lambda * kl + (1 - lambda) * tv, lambda = exp(-lk_rate * acceptance), no gradient through lambda
-               (arXiv 2602.23881; acceptance of the pair itself, so that splitting a step cannot change it)
+    kl          sum over d in D of p_d (log p_d - log q_d)
+    reverse_kl  m * sum over d in D of q_d (log q_d - log p_d), m = sum of p_d        (arXiv 2306.13649, section 2.1)
+    jsd         (KL(p || w) + KL(q || w)) / 2 with w = (p + q) / 2, over the whole vocabulary         (also there)
+    ce          -log q_x of the recorded token x
+    tv          1 - sum over d in D of min(p_d, q_d)                  = 1 - acceptance of a sampled draft
+    lk_hybrid   lambda * kl + (1 - lambda) * tv, lambda = exp(-lk_rate * acceptance), no gradient through lambda
+                (arXiv 2602.23881; acceptance of the pair itself, so that splitting a step cannot change it)
 
 Tokens outside D. p is never renormalised over D. Under `kl` a pair therefore weighs its in-vocabulary mass m = sum p_d:
 its gradient m q - p pulls q towards p / m with force m, and a pair whose mass lies outside teaches almost nothing
-instead of teaching a wrong favourite. (A kl may fall below 0 for m < 1, down to m log m.) Under `tv` the mass outside
-is acceptance that no q can win. Under `ce` a pair whose recorded token lies outside has no loss. Such pairs are counted
-(`PairSums.outside_D`) and stay in the normaliser, which so depends on the recorded paths alone.
+instead of teaching a wrong favourite. (A kl may fall below 0 for m < 1, down to m log m.) KL(q || p) alone would pull
+towards p / m with the same force whatever m is, which is why `reverse_kl` carries the factor m; its least value is
+-m log m. Under `jsd` the mass outside adds (1 - m) / 2 * log 2, which no q can win, and weakens the pull by itself; under
+`tv` it is acceptance that no q can win. Under `ce` a pair whose recorded token lies outside has no loss. Such pairs are
+counted (`PairSums.outside_D`) and stay in the normaliser, which so depends on the recorded paths alone.
 
 No full-vocabulary product is needed for p: with z_x = output_weight[x] . final and the recorded log p(x),
 log Z = z_x - log p(x) at every position whose next token was generated, and those are all positions that teach.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from functools import partial
@@ -31,6 +36,7 @@ from headstart.heads.contract import Rollout
 from headstart.trainer.settings import LossSettings
 
 ROW_MULTIPLE = 16  # chunks have few distinct row counts: every new shape costs oneDNN a new kernel
+FAR = 80.0  # exp of it is finite in float32, and log(1 + exp x) = x there
 
 
 @dataclass
@@ -199,7 +205,7 @@ class _Charge:
             self.add_gradients(state_X, state_XH, valid_DR)
 
     def read_teacher(self, column_R: Tensor) -> None:
-        """Fill p_RV and, per row: mass m, sum p log p, the recorded token's draft index (-1 outside) and log p."""
+        """Fill p_RV and, per row: mass m, sum p log p, log p - z, the recorded token's draft index (-1 outside), log p."""
         slot_R = self.pairs.slot_U[column_R]
         token_R = self.batch.next_token_T[slot_R]
         final_RH = self.batch.final_TH[slot_R]
@@ -217,42 +223,77 @@ class _Charge:
         log_mass_R = (log_sum_R - log_z_R).clamp(-60.0, 0.0)  # a part never exceeds the whole, whatever the rounding
         self.mass_R = log_mass_R.exp()
         self.p_RV.mul_(self.mass_R[:, None])
-        self.p_log_p_R = torch.linalg.vecdot(self.p_RV, self.z_RV) + self.mass_R * (log_mass_R - log_sum_R)
+        self.p_shift_R = log_mass_R - log_sum_R
+        self.p_log_p_R = torch.linalg.vecdot(self.p_RV, self.z_RV) + self.mass_R * self.p_shift_R
 
     def charge_depth(self, depth: int, valid_R: Tensor) -> None:
         """Charge the logits in z_RV; leave the gradient of each row's loss in q_RV, without the row's weight."""
-        z_RV, q_RV, p_RV = self.z_RV, self.q_RV, self.p_RV
+        z_RV, q_RV = self.z_RV, self.q_RV
         torch.softmax(z_RV, -1, out=q_RV)
         top_R, log_sum_R = _top_and_log_sum(z_RV, q_RV)
         own_R = z_RV.gather(1, self.token_R.clamp(min=0)[:, None]).squeeze(1)
         log_q_R = own_R - log_sum_R
-        kind = self.loss.kind
-        if kind == "ce":
-            loss_R = torch.where(self.inside_R, -log_q_R, 0.0)
-            q_RV.scatter_add_(1, self.token_R.clamp(min=0)[:, None], torch.full_like(log_q_R, -1.0)[:, None])
-            q_RV.mul_(self.inside_R.to(q_RV.dtype)[:, None])
-        elif kind == "kl":
-            loss_R = self.kl(log_sum_R)
-            q_RV.mul_(self.mass_R[:, None]).sub_(p_RV)
-        else:
-            kl_R = self.kl(log_sum_R)
-            accept_R = torch.minimum(p_RV, q_RV, out=z_RV).sum(-1)
-            share_R = torch.exp(-self.loss.lk_rate * accept_R) if kind == "lk_hybrid" else torch.zeros_like(accept_R)
-            loss_R = share_R * kl_R + (1 - share_R) * (1 - accept_R)
-            # d tv / dz = q (q.b - b) with b = 1 where q < p; d kl / dz = m q - p.
-            torch.lt(q_RV, p_RV, out=z_RV)
-            z_RV.mul_(q_RV)
-            scale_R = share_R * self.mass_R + (1 - share_R) * z_RV.sum(-1)
-            z_RV.mul_(1 - share_R[:, None]).addcmul_(p_RV, share_R[:, None])
-            q_RV.mul_(scale_R[:, None]).sub_(z_RV)
+        loss_R = getattr(self, self.loss.kind)(log_q_R, log_sum_R)
         hit_R = self.inside_R & (own_R >= top_R)
         overlap_R = torch.where(self.inside_R, (log_q_R - self.logprob_R).clamp(max=0).exp(), 0.0)
         row_sums = (torch.ones_like(valid_R), loss_R, self.mass_R, hit_R, overlap_R, ~self.inside_R)
         for field, value_R in zip(fields(self.sums), row_sums, strict=True):
             getattr(self.sums, field.name)[depth] += (value_R * valid_R).sum(dtype=self.decay_D.dtype)
 
-    def kl(self, log_sum_R: Tensor) -> Tensor:
+    # The losses, each by its name in the settings: they return the loss of every row and turn q_RV into its gradient by
+    # the logits in z_RV, which they may overwrite.
+
+    def ce(self, log_q_R: Tensor, _: Tensor) -> Tensor:
+        self.q_RV.scatter_add_(1, self.token_R.clamp(min=0)[:, None], torch.full_like(log_q_R, -1.0)[:, None])
+        self.q_RV.mul_(self.inside_R.to(self.q_RV.dtype)[:, None])
+        return torch.where(self.inside_R, -log_q_R, 0.0)
+
+    def kl(self, _: Tensor, log_sum_R: Tensor) -> Tensor:
+        self.q_RV.mul_(self.mass_R[:, None]).sub_(self.p_RV)
+        return self.kl_of(log_sum_R)
+
+    def reverse_kl(self, _: Tensor, log_sum_R: Tensor) -> Tensor:
+        x_RV = self.log_p_less_log_q(log_sum_R)
+        divergence_R = -torch.linalg.vecdot(self.q_RV, x_RV)
+        self.q_RV.mul_(x_RV.add_(divergence_R[:, None])).mul_(-self.mass_R[:, None])
+        return self.mass_R * divergence_R
+
+    def jsd(self, _: Tensor, log_sum_R: Tensor) -> Tensor:
+        # With x = log p - log q and f = log(1 + exp x): log(q / w) = log 2 - f and log(p / w) = log 2 - f + x. Over the
+        # whole vocabulary, where p / w = 2 outside D, jsd = log 2 - (p.f - p.x + q.f) / 2 and d jsd / dz = q (q.f - f) / 2.
+        x_RV = self.log_p_less_log_q(log_sum_R).clamp_(max=FAR)
+        p_x_R = torch.linalg.vecdot(self.p_RV, x_RV)
+        f_RV = x_RV.exp_().log1p_()
+        p_f_R, q_f_R = torch.linalg.vecdot(self.p_RV, f_RV), torch.linalg.vecdot(self.q_RV, f_RV)
+        self.q_RV.mul_(f_RV.sub_(q_f_R[:, None])).mul_(-0.5)
+        return math.log(2) - (p_f_R - p_x_R + q_f_R) / 2
+
+    def tv(self, _: Tensor, log_sum_R: Tensor) -> Tensor:
+        return self.between(log_sum_R, kl_rate=math.inf)
+
+    def lk_hybrid(self, _: Tensor, log_sum_R: Tensor) -> Tensor:
+        return self.between(log_sum_R, kl_rate=self.loss.lk_rate)
+
+    def between(self, log_sum_R: Tensor, kl_rate: float) -> Tensor:
+        """lambda * kl + (1 - lambda) * tv with lambda = exp(-kl_rate * acceptance); tv alone at an infinite rate."""
+        z_RV, q_RV, p_RV = self.z_RV, self.q_RV, self.p_RV
+        kl_R = self.kl_of(log_sum_R)
+        accept_R = torch.minimum(p_RV, q_RV, out=z_RV).sum(-1)
+        share_R = torch.zeros_like(accept_R) if math.isinf(kl_rate) else torch.exp(-kl_rate * accept_R)
+        # d tv / dz = q (q.b - b) with b = 1 where q < p; d kl / dz = m q - p.
+        torch.lt(q_RV, p_RV, out=z_RV)
+        z_RV.mul_(q_RV)
+        scale_R = share_R * self.mass_R + (1 - share_R) * z_RV.sum(-1)
+        z_RV.mul_(1 - share_R[:, None]).addcmul_(p_RV, share_R[:, None])
+        q_RV.mul_(scale_R[:, None]).sub_(z_RV)
+        return share_R * kl_R + (1 - share_R) * (1 - accept_R)
+
+    def kl_of(self, log_sum_R: Tensor) -> Tensor:
         return self.p_log_p_R - torch.linalg.vecdot(self.p_RV, self.z_RV) + self.mass_R * log_sum_R
+
+    def log_p_less_log_q(self, log_sum_R: Tensor) -> Tensor:
+        """From logits, where p and q may have run down to 0; in place of the head's."""
+        return self.z_RV.neg_().add_(self.teacher_logits_RV).add_((self.p_shift_R + log_sum_R)[:, None])
 
     def add_gradients(self, state_X: Tensor, state_XH: Tensor, valid_DR: Tensor) -> None:
         """The weight of a row enters with the narrow factors, never with the [X, V] one."""

@@ -86,8 +86,8 @@ class FeatureSettings:
 class LossSettings:
     """What each supervised pair is charged."""
 
-    kind: Literal["kl", "ce", "tv", "lk_hybrid"] = "kl"
-    """kl (forward), ce (recorded token), tv (1 - acceptance) or lk_hybrid (from KL to TV, arXiv 2602.23881)."""
+    kind: Literal["kl", "reverse_kl", "jsd", "ce", "tv", "lk_hybrid"] = "kl"
+    """kl (forward), reverse_kl, jsd (Jensen-Shannon), ce (recorded token), tv (1 - acceptance), lk_hybrid (KL to TV)."""
     depth_decay: PositiveShare = 0.8
     """Pair (t, j) weighs depth_decay ** j."""
     lk_rate: NonNegative = 3.0
