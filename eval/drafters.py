@@ -149,7 +149,9 @@ class HeadDrafter:
         tokens_BT = padded(next_tokens, self.head.device)
         features_BTF = self.head.features(states.taps, states.final)[:, : tokens_BT.shape[1]]
         lengths_B = torch.tensor([len(prompt) for prompt in prompts], device=self.head.device)
-        return HeadSession(self.head, self.head.start(features_BTF, tokens_BT, lengths_B, max_length), self.stop_below)
+        first_B = torch.tensor([prompt[0] for prompt in prompts], device=self.head.device)
+        state = self.head.start(features_BTF, tokens_BT, lengths_B, max_length, first_B)
+        return HeadSession(self.head, state, self.stop_below)
 
 
 class HeadSession:

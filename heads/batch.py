@@ -20,6 +20,7 @@ class Batch:
 
     taps_TF: Tensor  # concatenated tap states, ascending tap order, F = num_taps * hidden size
     final_TH: Tensor  # state after the target's final norm: the input of its output head
+    token_T: Tensor  # int64, x_p, which only kinds that read the text itself need
     next_token_T: Tensor  # int64, x_{p+1}
     next_generated_T: Tensor  # bool, whether x_{p+1} is part of the reply
     next_logprob_T: Tensor  # float32, log p(x_{p+1}) under the raw target; nan where not generated
@@ -97,6 +98,7 @@ def pack(rows: list[tuple[Path, Tensor, Tensor]], num_slots: int | None = None) 
     return Batch(
         taps_TF=joined([taps for _, taps, _ in rows], 0),
         final_TH=joined([final for _, _, final in rows], 0),
+        token_T=joined([torch.from_numpy(p.token_N[:-1].astype("int64")) for p in paths], 0),
         next_token_T=joined([torch.from_numpy(p.token_N[1:].astype("int64")) for p in paths], 0),
         next_generated_T=joined([torch.from_numpy(p.generated_N[1:].copy()) for p in paths], 0),
         next_logprob_T=joined([torch.from_numpy(p.logprob_N[1:].copy()) for p in paths], float("nan")),

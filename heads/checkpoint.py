@@ -12,6 +12,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from headstart.heads.contract import Head
+from headstart.heads.draft import DraftModel
 from headstart.heads.eagle1 import Eagle1
 from headstart.heads.eagle3 import Eagle3
 from headstart.heads.errors import WrongInput
@@ -33,6 +34,7 @@ KINDS: dict[str, type[Head]] = {
     "medusa": Medusa,
     "hydra": Hydra,
     "mlp": MLP,
+    "draft": DraftModel,
 }
 
 

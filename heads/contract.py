@@ -62,7 +62,9 @@ class Head(nn.Module, ABC):
     """What is trained: a draft of any kind for one frozen target."""
 
     kind: ClassVar[str]
-    reads: ClassVar[Literal["taps", "final"]]  # what of the target's states is this kind's feature
+    reads: ClassVar[
+        Literal["taps", "final", "text"]
+    ]  # this kind's feature, of the target's states; of text there is none
     settings: Any  # the dataclass of this kind in heads/settings.py
     facts: TargetFacts
     taps: list[int]  # residual streams read from the target, ascending; none where `final` is read
@@ -74,6 +76,14 @@ class Head(nn.Module, ABC):
         self.settings, self.facts, self.first_values = settings, facts, {}
         self.register_buffer("draft_ids_V", draft_ids_V.to(torch.int64), persistent=False)
 
+    @classmethod
+    def check(cls, settings: Any, target: Any) -> None:
+        """Refuse settings that no head for this target can be built from; `target` has facts and tokenizer, no weights.
+
+        Raises:
+            WrongInput: beginning with the key of the setting.
+        """
+
     @abstractmethod
     def rollout(self, batch: Batch, depth: int) -> Rollout:
         """Teacher-forced states for all starts t and depths j < depth, own states recycled as in serving."""
@@ -83,11 +93,21 @@ class Head(nn.Module, ABC):
         """The output layer of each depth, or the one that all depths share: states [.., H] to logits [.., Vd]."""
 
     @abstractmethod
-    def start(self, features_BTF: Tensor, next_tokens_BT: Tensor, lengths_B: Tensor, max_length: int) -> Any:
+    def start(
+        self,
+        features_BTF: Tensor,
+        next_tokens_BT: Tensor,
+        lengths_B: Tensor,
+        max_length: int,
+        first_token_B: Tensor | None = None,
+    ) -> Any:
         """Read the prompt: features of x_0..x_t and tokens x_1..x_{t+1}, right-padded; rows are `lengths_B` long.
 
         Features are what this kind reads from the target (`features`). Returns the draft state, with room for
         `max_length` slots a row; its `select(rows)` gives the state of some rows only, in that order.
+
+        Args:
+            first_token_B: x_0 of each row; only kinds that read the text itself have to know.
         """
 
     @abstractmethod
@@ -120,7 +140,7 @@ class Head(nn.Module, ABC):
         """Attach the target's frozen tensors (embedding) and, for a new head, initialise weights from the target's."""
 
     def features(self, taps: Tensor, final: Tensor) -> Tensor:
-        """Of the target's states, those that this kind reads."""
+        """Of the target's states, those that this kind reads; one that reads the text gets some, and ignores them."""
         return taps if self.reads == "taps" else final
 
     def logits(self, state: Tensor, depth: int | Tensor | None = None) -> Tensor:

@@ -1,6 +1,6 @@
 """The numbers about a target that a head is built from; no weights, no torch."""
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 
@@ -23,6 +23,9 @@ class TargetFacts:
     special_ids: list[int]  # specials and stop tokens, ascending
     stop_ids: list[int]
     fingerprint: dict[str, str]  # weights, config, tokenizer, chat_template
+    llama_like: bool = True  # layers of RMS norm, rotary attention, RMS norm and a gated MLP with silu, but for:
+    layer_biases: list[str] = field(default_factory=list)  # projections of a layer that have a bias
+    query_key_norm: bool = False  # queries and keys are normed, each head by itself
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)

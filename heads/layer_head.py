@@ -150,7 +150,14 @@ class LayerHead(Head):
 
     # Serving: one block at a time
 
-    def start(self, features_BTF: Tensor, next_tokens_BT: Tensor, lengths_B: Tensor, max_length: int) -> DraftState:
+    def start(
+        self,
+        features_BTF: Tensor,
+        next_tokens_BT: Tensor,
+        lengths_B: Tensor,
+        max_length: int,
+        first_token_B: Tensor | None = None,
+    ) -> DraftState:
         num_rows, dtype, device = features_BTF.shape[0], self.dtype, self.device
         shape = (num_rows, self.facts.num_kv_heads, max_length, self.facts.head_dim)
         return DraftState(

@@ -134,10 +134,31 @@ class MLPSettings(SlotSettings):
             yield "tie_weights", "found true with num_heads = 1: there is nothing to tie; set it to false"
 
 
+@dataclass(frozen=True)
+class DraftSettings(HeadSettings):
+    """Draft model (arXiv 2211.17192): a small language model that reads the text alone, cut from the target."""
+
+    kind: Literal["draft"] = "draft"
+    draft_vocab_size: Count = 0
+    """Tokens the head can draft; 0, the default of this kind, means the target's whole vocabulary."""
+    layers: list[Count] = field(default_factory=list)
+    """Decoder layers of the target that it starts as, ascending. Empty: an eighth of them, from the first to the last."""
+    train_output: bool = False
+    """Train an output layer of its own, which starts as the target's; false shares the target's, frozen."""
+
+    def conflicts(self) -> Conflicts:
+        if self.layers != sorted(set(self.layers)):
+            yield (
+                "layers",
+                f"found {self.layers}, expected ascending layers without repeats: {sorted(set(self.layers))}",
+            )
+
+
 HEADS: dict[str, type[HeadSettings]] = {
     "eagle3": Eagle3Settings,
     "eagle1": Eagle1Settings,
     "medusa": MedusaSettings,
     "hydra": HydraSettings,
     "mlp": MLPSettings,
+    "draft": DraftSettings,
 }

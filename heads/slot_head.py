@@ -82,7 +82,14 @@ class SlotHead(Head):
 
     # Serving: one block at a time
 
-    def start(self, features_BTF: Tensor, next_tokens_BT: Tensor, lengths_B: Tensor, max_length: int) -> SlotState:
+    def start(
+        self,
+        features_BTF: Tensor,
+        next_tokens_BT: Tensor,
+        lengths_B: Tensor,
+        max_length: int,
+        first_token_B: Tensor | None = None,
+    ) -> SlotState:
         row_B, last_B = torch.arange(len(lengths_B), device=self.device), lengths_B.to(self.device) - 1
         return SlotState(features_BTF[row_B, last_B], next_tokens_BT[row_B, last_B])
 

@@ -176,9 +176,13 @@ class Target:
                 return weight.detach()
         return None
 
+    def layer(self, index: int) -> dict[str, Tensor]:
+        """Tensors of a decoder layer, by their names inside the layer (`self_attn.q_proj.weight`, ..)."""
+        return {name: p.detach() for name, p in self._layers[index].named_parameters()}
+
     def last_layer(self) -> dict[str, Tensor]:
-        """Tensors of the last decoder layer, by their names inside the layer (`self_attn.q_proj.weight`, ..)."""
-        return {name: p.detach() for name, p in self._layers[-1].named_parameters()}
+        """Tensors of the last decoder layer."""
+        return self.layer(-1)
 
     @torch.inference_mode()
     def read(self, token_ids: list[np.ndarray], batch_tokens: int = 2048) -> list[States]:

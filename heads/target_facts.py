@@ -15,6 +15,10 @@ VOLATILE_CONFIG = ("transformers_version", "_name_or_path", "dtype", "torch_dtyp
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt", "vocab.txt")
 
 
+# Families whose layers are RMS norm, rotary attention, RMS norm and a gated MLP, each a plain sum into the residual.
+LLAMA_LIKE = ("llama", "mistral", "qwen2", "qwen3")
+
+
 def check_supported(name: str, config: Any) -> None:
     """Refuse a target whose cache cannot forget a rejected token, before its weights are loaded.
 
@@ -87,7 +91,22 @@ def read_facts(name: str, folder: Path, config: Any, tokenizer: Any) -> TargetFa
         special_ids=sorted(i for i in specials if i < vocab_size),
         stop_ids=sorted(i for i in stop_ids if i < vocab_size),
         fingerprint=fingerprint(folder, tokenizer, stop_ids, set(_as_list(getattr(config, "eos_token_id", None)))),
+        **layer_form(config),
     )
+
+
+def layer_form(config: Any) -> dict[str, Any]:
+    """Whether decoder layers are Llama-like, and how they depart from its plain ones: the last fields of the facts."""
+    biased = [f"self_attn.{name}_proj" for name in "qkvo"] if getattr(config, "attention_bias", False) else []
+    if config.model_type == "qwen2":
+        biased = [f"self_attn.{name}_proj" for name in "qkv"]
+    if getattr(config, "mlp_bias", False):
+        biased += [f"mlp.{name}_proj" for name in ("gate", "up", "down")]
+    return {
+        "llama_like": config.model_type in LLAMA_LIKE and config.hidden_act == "silu",
+        "layer_biases": biased,
+        "query_key_norm": config.model_type == "qwen3",
+    }
 
 
 def fingerprint(folder: Path, tokenizer: Any, stop_ids: set[int], config_stop_ids: set[int]) -> dict[str, str]:

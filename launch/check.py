@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
+from headstart.heads.checkpoint import KINDS
 from headstart.heads.errors import WrongInput
 from headstart.heads.export import unservable, unwritten
 from headstart.heads.paths import Prompt
@@ -50,6 +51,7 @@ def check_recipe(recipe: Recipe, path: Path, overrides: list[str], render: bool 
         taps = recipe.head.asked_taps or target.taps
         attempt(found, "head.taps", lambda: check_taps(recipe.target.model, taps, target.facts.num_layers))
         target.taps = taps
+        attempt(found, "head", lambda: KINDS[recipe.head.kind].check(recipe.head, target))
         found += target_problems(recipe, target)
         facts, root = target.facts, Path(recipe.run.root).expanduser()
         attempt(found, "eval.previous", lambda: previous_folder(recipe.eval.previous, root, facts))

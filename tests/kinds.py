@@ -5,6 +5,7 @@ from dataclasses import fields
 import torch
 
 from headstart.heads.checkpoint import KINDS, build_head
+from headstart.heads.decoder import DecoderLayer
 from headstart.heads.settings import HEADS
 
 # Variants that are not one switch turned over.
@@ -12,6 +13,7 @@ MORE = {
     "eagle3": [{"fc_norm": True, "norm_output": True}, {"taps": [0, 6], "intermediate_size": 40}],
     "medusa": [{"num_layers": 2, "own_output": True}],
     "hydra": [{"num_layers": 3}],
+    "draft": [{"layers": [0, 2, 5]}],
     "mlp": [{"inner_size": 24}, {"inner_size": 24, "tie_weights": False, "own_output": True}],
 }
 assert HEADS.keys() == KINDS.keys()
@@ -41,6 +43,15 @@ def random_head(kind, depth, facts, draft_ids_V, dtype=torch.float32, seed=0, **
         for parameter in head.parameters():
             parameter += (0.3 if parameter.dim() == 1 else 0.1) * torch.randn_like(parameter)
     return head
+
+
+def random_layer(facts, index, dtype=torch.float32):
+    """Tensors of a target's decoder layer."""
+    random = torch.Generator().manual_seed(100 + index)
+    return {
+        name: ((p.dim() == 1) + 0.3 * torch.randn(p.shape, generator=random)).to(dtype)
+        for name, p in DecoderLayer(facts).named_parameters()
+    }
 
 
 def rollout_logits(head, rollout):

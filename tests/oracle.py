@@ -22,8 +22,11 @@ def rotate(x: Tensor, position: int, theta: float) -> Tensor:
     return torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
 
 
-def oracle_logits(head, taps_SF: Tensor, final_SH: Tensor, next_tokens_S: Tensor, t: int, depth: int) -> Tensor:
-    """Draft logits [depth, Vd] of the block that starts at slot t of one path."""
+def oracle_logits(head, taps_SF: Tensor, final_SH: Tensor, token_N: Tensor, t: int, depth: int) -> Tensor:
+    """Draft logits [depth, Vd] of the block that starts at slot t of one path x_0, .., x_{N-1}."""
+    if head.reads == "text":
+        return draft_logits(head, token_N, t, depth)
+    next_tokens_S = token_N[1:]
     feature_SF = taps_SF if head.reads == "taps" else final_SH
     return ORACLES[head.kind](head, feature_SF, next_tokens_S, t, depth)
 
@@ -157,6 +160,22 @@ def mlp_logits(head, final_SH: Tensor, next_tokens_S: Tensor, t: int, depth: int
         normed = rms(mixed, w[f"ln.{j}.weight"], 1e-6) + w[f"ln.{j}.bias"]
         state = normed * 0.5 * (1 + torch.erf(normed / math.sqrt(2)))
         logits.append(project(head, w, j, state))
+    return torch.stack(logits)
+
+
+def draft_logits(head, token_N: Tensor, t: int, depth: int) -> Tensor:
+    """The language model once over the whole text up to x_{t+depth}, every layer and position by itself."""
+    w, eps, num_layers = head.state_dict(), head.facts.rms_norm_eps, len(head.model.layers)
+    attentions = [Attention(head, w, f"model.layers.{i}") for i in range(num_layers)]
+    logits = []
+    for position in range(t + 1 + depth):
+        state = head.embedding_VH[int(token_N[position])]
+        for i, attention in enumerate(attentions):
+            x = rms(state, w[f"model.layers.{i}.input_layernorm.weight"], eps)
+            attention.add(x, position)
+            state = attention.state(x, state, position)
+        if position > t:
+            logits.append(w["lm_head.weight"] @ rms(state, w["model.norm.weight"], eps))
     return torch.stack(logits)
 
 

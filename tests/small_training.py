@@ -17,7 +17,7 @@ from headstart.heads.vocabulary import choose_draft_vocabulary
 from headstart.trainer.data import EvaluationRows, TrainingRows
 from headstart.trainer.loop import Job, train
 from headstart.trainer.settings import TrainSettings
-from tests.kinds import make_settings
+from tests.kinds import make_settings, random_layer
 
 FACTS = TargetFacts(
     name="small", hidden_size=32, num_layers=6, num_heads=4, num_kv_heads=2, head_dim=8, intermediate_size=48,
@@ -47,6 +47,12 @@ class SmallTarget:
 
     def output_weight(self):
         return self.output
+
+    def final_norm_weight(self):
+        return self.layer(-1)["input_layernorm.weight"]
+
+    def layer(self, index):
+        return random_layer(FACTS, index)
 
 
 class RandomFeatures:

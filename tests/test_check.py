@@ -81,6 +81,12 @@ def test_a_kind_without_a_writer_is_trained_and_not_exported(recipe: Path) -> No
     check_recipe(load_recipe(recipe, overrides), recipe, overrides)
 
 
+def test_a_draft_of_layers_that_the_target_lacks_is_found_before(recipe: Path) -> None:
+    text = problems_of(recipe, "head.kind=draft", "head.layers=[0, 4]", "export.engines=[]")
+    assert text.startswith("1 problem in")
+    assert "head.layers: found [4], expected 0 .. 3, the decoder layers of 'tiny'" in text
+
+
 def test_prompts_longer_than_the_limit_or_the_context_are_found(recipe: Path) -> None:
     text = problems_of(recipe, "traffic.max_prompt_tokens=20")
     assert "traffic.max_prompt_tokens: found 20, but 7 prompts are longer" in text

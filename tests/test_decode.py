@@ -53,7 +53,7 @@ class CopyHead(Head):
     def outputs(self):
         return [self.target.logits]
 
-    def start(self, features_BTF, next_tokens_BT, lengths_B, max_length):
+    def start(self, features_BTF, next_tokens_BT, lengths_B, max_length, first_token_B=None):
         rows = zip(next_tokens_BT.tolist(), lengths_B.tolist(), strict=True)
         return CopyState([[self.first_token, *row[:length]] for row, length in rows])
 

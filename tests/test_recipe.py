@@ -49,11 +49,11 @@ BAD_RECIPES = [
     ("head: {taps: [1, -2]}", ["head.taps[1]: found -2, expected at least 0"]),
     (
         "head: {kind: eagle}",
-        ["head.kind: found 'eagle', expected eagle3, eagle1, medusa, hydra or mlp; did you mean eagle3?"],
+        ["head.kind: found 'eagle', expected eagle3, eagle1, medusa, hydra, mlp or draft; did you mean eagle3?"],
     ),
     (
         "head: {kind: [mlp], taps: 1}",
-        ["mine.yaml:1: head.kind: found [mlp], expected eagle3, eagle1, medusa, hydra or mlp"],
+        ["mine.yaml:1: head.kind: found [mlp], expected eagle3, eagle1, medusa, hydra, mlp or draft"],
     ),
     ("head:\n  num_layers: 2", ["mine.yaml:2: head.num_layers: a key of medusa, hydra only; expected one of kind, dr"]),
     (
