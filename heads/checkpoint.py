@@ -20,6 +20,7 @@ from headstart.heads.facts import TargetFacts
 from headstart.heads.hydra import Hydra
 from headstart.heads.medusa import Medusa
 from headstart.heads.mlp import MLP
+from headstart.heads.mtp import MTP
 from headstart.heads.settings import HEADS, HeadSettings
 from headstart.heads.store import atomic_path, hash_file, hash_json, read_json, write_json
 from headstart.heads.vocabulary import hash_ids
@@ -35,12 +36,13 @@ KINDS: dict[str, type[Head]] = {
     "hydra": Hydra,
     "mlp": MLP,
     "draft": DraftModel,
+    "mtp": MTP,
 }
 
 
 def build_head(settings: HeadSettings, facts: TargetFacts, draft_ids_V: torch.Tensor) -> Head:
     """A new head of `settings.kind` with random weights."""
-    return KINDS[settings.kind](settings, facts, draft_ids_V)
+    return KINDS[settings.kind].form(settings)(settings, facts, draft_ids_V)
 
 
 def save_head(folder: Path, head: Head, step: int, extra: dict[str, Any] | None = None) -> None:

@@ -84,6 +84,11 @@ class Head(nn.Module, ABC):
             WrongInput: beginning with the key of the setting.
         """
 
+    @classmethod
+    def form(cls, settings: Any) -> type["Head"]:
+        """The class that keeps these settings; most kinds are one class."""
+        return cls
+
     @abstractmethod
     def rollout(self, batch: Batch, depth: int) -> Rollout:
         """Teacher-forced states for all starts t and depths j < depth, own states recycled as in serving."""

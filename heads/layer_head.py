@@ -73,18 +73,38 @@ class DraftState:
         return replace(self, **{k: v[rows] for k, v in vars(self).items() if v is not None})
 
 
-class LayerHead(Head):
-    """A head of one decoder layer."""
+class EmbeddingHead(Head):
+    """A head that reads tokens through the target's embedding."""
 
     embedding_VH: Tensor
+
+    def __init__(self, settings: Any, facts: TargetFacts, draft_ids_V: Tensor) -> None:
+        super().__init__(settings, facts, draft_ids_V)
+        # Borrowed: frozen, never saved, found again through `load_target`.
+        self.register_buffer("embedding_VH", torch.empty(0, facts.hidden_size), persistent=False)
+
+    def embed(self, tokens: Tensor, position: Tensor) -> Tensor:
+        """Embeddings [.., H] of tokens that stand at rotary positions [..]; kinds may treat a position apart."""
+        return functional.embedding(tokens, self.embedding_VH).to(self.dtype)
+
+    @torch.no_grad()
+    def copy(self, name: str, found: Tensor | None, origin: str, columns: slice = slice(None)) -> None:
+        """First value of a trained tensor; one that the target has under no such name and shape stays random."""
+        part = self.get_parameter(name)[..., columns]
+        if found is not None and found.shape == part.shape:
+            part.copy_(found)
+            self.first_values[name] = origin
+
+
+class LayerHead(EmbeddingHead):
+    """A head of one decoder layer."""
+
     norm: nn.Module  # from the layer's state to the input of the output layer
     norm_output = False  # whether the normed state is recycled between depths, or the layer's own
 
     def __init__(self, settings: Any, facts: TargetFacts, draft_ids_V: Tensor) -> None:
         super().__init__(settings, facts, draft_ids_V)
         self.rotary = Rotary(facts)
-        # The target's embedding is borrowed: frozen, never saved, found again through `load_target`.
-        self.register_buffer("embedding_VH", torch.empty(0, facts.hidden_size), persistent=False)
 
     @property
     @abstractmethod
@@ -99,24 +119,13 @@ class LayerHead(Head):
     def read(self, embedded: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """Input of the attention [.., I] and residual branch [.., H] from a token's embedding and h, both [.., H]."""
 
-    def embed(self, tokens: Tensor) -> Tensor:
-        return functional.embedding(tokens, self.embedding_VH).to(self.dtype)
-
-    @torch.no_grad()
-    def copy(self, name: str, found: Tensor | None, origin: str, columns: slice = slice(None)) -> None:
-        """First value of a trained tensor; one that the target has under no such name and shape stays random."""
-        part = self.get_parameter(name)[..., columns]
-        if found is not None and found.shape == part.shape:
-            part.copy_(found)
-            self.first_values[name] = origin
-
     # Training and offline acceptance: all starts at once
 
     def rollout(self, batch: Batch, depth: int) -> Rollout:
         start_S, valid_SD = supervised_pairs(batch, depth)
         layer, attention = self.layer, self.layer.self_attn
         feature_TH = self.fuse(self.features(batch.taps_TF, batch.final_TH))
-        x_TI, _ = self.read(self.embed(batch.next_token_T), feature_TH)
+        x_TI, _ = self.read(self.embed(batch.next_token_T, batch.position_T), feature_TH)
         longest = max((end - begin for begin, end in zip(batch.offsets, batch.offsets[1:], strict=False)), default=1)
         cos_L, sin_L = self.rotary.tables(longest + depth, feature_TH.device)
         key_TGD, value_TGD = attention.key_value(x_TI)
@@ -132,7 +141,7 @@ class LayerHead(Head):
         for j in range(depth):
             # Past a reply's end there is no token to read; such pairs are not valid and read any slot.
             token_S = batch.next_token_T[(start_S + j).clamp(max=last_slot)]
-            x_SI, residual_SH = self.read(self.embed(token_S), hidden_SH)
+            x_SI, residual_SH = self.read(self.embed(token_S, position_S + j), hidden_SH)
             cos_S, sin_S = cos_L[position_S + j], sin_L[position_S + j]
             query_SHD = self.rotary(attention.query(x_SI), cos_S, sin_S)
             if j > 0:
@@ -226,10 +235,10 @@ class LayerHead(Head):
             return
         attention = self.layer.self_attn
         num_BT = state.fresh_token_BT.shape
-        feature_BTH = self.fuse(state.fresh_BTF)
-        x_BTI, residual_BTH = self.read(self.embed(state.fresh_token_BT), feature_BTH)
         offset_T = torch.arange(num_BT[1], device=self.device)
         position_BT = state.length_B[:, None] + offset_T
+        feature_BTH = self.fuse(state.fresh_BTF)
+        x_BTI, residual_BTH = self.read(self.embed(state.fresh_token_BT, position_BT), feature_BTH)
         row_N, slot_N = (offset_T < state.num_fresh_B[:, None]).nonzero(as_tuple=True)
         place_N = position_BT[row_N, slot_N]
         cos_L, sin_L = self.rotary.tables(state.key_BGLD.shape[2], self.device)
@@ -245,7 +254,7 @@ class LayerHead(Head):
     def _step(self, state: DraftState, hidden_BH: Tensor, token_B: Tensor, position_B: Tensor) -> Tensor:
         """Feed one drafted token a row at `position_B`; its slot is rewritten from target features if it is accepted."""
         attention = self.layer.self_attn
-        x_BI, residual_BH = self.read(self.embed(token_B), hidden_BH)
+        x_BI, residual_BH = self.read(self.embed(token_B, position_B), hidden_BH)
         cos_L, sin_L = self.rotary.tables(state.key_BGLD.shape[2], self.device)
         key_BGD, value_BGD = attention.key_value(x_BI)
         row_B = torch.arange(token_B.shape[0], device=self.device)
@@ -264,7 +273,7 @@ class LayerHead(Head):
     ) -> Tensor:
         """The same for all nodes of a level of a tree: slots of their own, one position, and what each of them sees."""
         attention = self.layer.self_attn
-        x_BWI, residual_BWH = self.read(self.embed(token_BW), hidden_BWH)
+        x_BWI, residual_BWH = self.read(self.embed(token_BW, position_B1), hidden_BWH)
         cos_L, sin_L = self.rotary.tables(state.key_BGLD.shape[2], self.device)
         cos_B1D, sin_B1D = cos_L[position_B1], sin_L[position_B1]
         key_BWGD, value_BWGD = attention.key_value(x_BWI)

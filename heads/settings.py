@@ -46,6 +46,11 @@ class HeadSettings:
         """Drafted tokens that the head has weights for; None where it recycles its own states without end."""
         return None
 
+    @property
+    def depth_setting(self) -> str:
+        """The setting that `max_depth` is read from."""
+        return "num_heads"
+
 
 @dataclass(frozen=True)
 class Eagle3Settings(HeadSettings):
@@ -154,6 +159,31 @@ class DraftSettings(HeadSettings):
             )
 
 
+@dataclass(frozen=True)
+class MTPSettings(HeadSettings):
+    """Multi-token prediction (DeepSeek-V3, arXiv 2412.19437): decoder layers that read a final state and a token."""
+
+    kind: Literal["mtp"] = "mtp"
+    draft_vocab_size: Count = 0
+    """Tokens the head can draft; 0 means the target's whole vocabulary, whose output head engines share with it."""
+    num_modules: Positive = 1
+    """1: one layer that recycles its state, for drafts of any length. More: a layer for each drafted token, and no more."""
+    intermediate_size: Count = 0
+    """Width of each layer's MLP; 0 means the target's."""
+
+    @property
+    def predicts_final(self) -> bool:
+        return True
+
+    @property
+    def max_depth(self) -> int | None:
+        return None if self.num_modules == 1 else self.num_modules
+
+    @property
+    def depth_setting(self) -> str:
+        return "num_modules"
+
+
 HEADS: dict[str, type[HeadSettings]] = {
     "eagle3": Eagle3Settings,
     "eagle1": Eagle1Settings,
@@ -161,4 +191,5 @@ HEADS: dict[str, type[HeadSettings]] = {
     "hydra": HydraSettings,
     "mlp": MLPSettings,
     "draft": DraftSettings,
+    "mtp": MTPSettings,
 }

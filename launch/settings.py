@@ -68,7 +68,7 @@ class Recipe:
                 f"found {weight:g}, expected 0: the states of {self.head.kind} do not stand for the target's ({able}'s do)",
             )
         if (most := self.head.max_depth) is not None:
-            heads = f"head.num_heads = {most}, the tokens that {self.head.kind} can draft"
+            heads = f"head.{self.head.depth_setting} = {most}, the tokens that {self.head.kind} can draft"
             if self.train.depth != most:
                 yield "train.depth", f"found {self.train.depth}, expected {heads}"
             for name in ("draft_lengths", "speed_draft_lengths"):

@@ -14,6 +14,7 @@ MORE = {
     "medusa": [{"num_layers": 2, "own_output": True}],
     "hydra": [{"num_layers": 3}],
     "draft": [{"layers": [0, 2, 5]}],
+    "mtp": [{"num_modules": 5}, {"intermediate_size": 40}],
     "mlp": [{"inner_size": 24}, {"inner_size": 24, "tie_weights": False, "own_output": True}],
 }
 assert HEADS.keys() == KINDS.keys()
@@ -26,12 +27,16 @@ def switches(kind):
     return [{name: not getattr(settings, name)} for name in names if name != "init_from_target"]
 
 
+# Kinds, and after a slash the setting that makes another form of one: it holds the number of drafted tokens.
+FORMS = [*KINDS, "mtp/num_modules"]
 VARIANTS = [(kind, flags) for kind in KINDS for flags in [{}, *switches(kind), *MORE.get(kind, [])]]
 
 
 def make_settings(kind, depth, **flags):
-    """Settings of a kind that can draft `depth` tokens."""
-    sized = {"num_heads": depth} if HEADS[kind]().max_depth is not None else {}
+    """Settings of a kind, or of a form of it, that can draft `depth` tokens."""
+    kind, _, form = kind.partition("/")
+    settings = HEADS[kind]()
+    sized = {form or settings.depth_setting: depth} if form or settings.max_depth is not None else {}
     return HEADS[kind](**{**sized, **flags})
 
 

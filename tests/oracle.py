@@ -113,6 +113,44 @@ def eagle1_logits(head, final_SH: Tensor, next_tokens_S: Tensor, t: int, depth: 
     return torch.stack(logits)
 
 
+def mtp_logits(head, final_SH: Tensor, next_tokens_S: Tensor, t: int, depth: int) -> Tensor:
+    w, eps = {k: v.detach() for k, v in head.state_dict().items()}, head.facts.rms_norm_eps
+
+    def residual_of(module: str, hidden: Tensor, slot: int, position: int) -> Tensor:
+        embedded = head.embedding_VH[int(next_tokens_S[slot])].to(hidden.dtype)
+        embedded = torch.zeros_like(embedded) if position == 0 else embedded
+        parts = rms(embedded, w[f"{module}.enorm.weight"], eps), rms(hidden, w[f"{module}.hnorm.weight"], eps)
+        return w[f"{module}.eh_proj.weight"] @ torch.cat(parts)
+
+    def attended_state(module: str, attention: Attention, residual: Tensor, position: int) -> Tensor:
+        y = attention.state(rms(residual, w[f"{module}.input_layernorm.weight"], eps), residual, position)
+        return rms(y, w[f"{module}.norm.weight"], eps)
+
+    logits, name = [], "layers.0"
+    if head.settings.num_modules > 1:  # module j has the states of module j - 1 at all slots
+        states = list(final_SH[: t + 1])
+        for j in range(depth):
+            name, attention, read = f"layers.{j}", Attention(head, w, f"layers.{j}"), states
+            states = []
+            for p in range(t + 1):
+                residual = residual_of(name, read[p], p + j, p)
+                attention.add(rms(residual, w[f"{name}.input_layernorm.weight"], eps), p)
+                states.append(attended_state(name, attention, residual, p))
+            logits.append(w["lm_head.weight"] @ states[t])
+        return torch.stack(logits)
+    attention = Attention(head, w, name)
+    for p in range(t + 1):
+        attention.add(rms(residual_of(name, final_SH[p], p, p), w[f"{name}.input_layernorm.weight"], eps), p)
+    hidden = final_SH[t]
+    for j in range(depth):
+        residual = residual_of(name, hidden, t + j, t + j)
+        if j > 0:
+            attention.add(rms(residual, w[f"{name}.input_layernorm.weight"], eps), t + j)
+        hidden = attended_state(name, attention, residual, t + j)
+        logits.append(w["lm_head.weight"] @ hidden)
+    return torch.stack(logits)
+
+
 def linear(w: dict[str, Tensor], name: str, x: Tensor) -> Tensor:
     return w[f"{name}.weight"] @ x + w.get(f"{name}.bias", 0)
 
@@ -185,4 +223,5 @@ ORACLES = {
     "medusa": medusa_logits,
     "hydra": hydra_logits,
     "mlp": mlp_logits,
+    "mtp": mtp_logits,
 }

@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from transformers import Phi3Config, Phi3ForCausalLM
 
 from headstart.heads.batch import pack, supervised_pairs
-from headstart.heads.checkpoint import KINDS, WEIGHTS, load_head, save_head
+from headstart.heads.checkpoint import WEIGHTS, load_head, save_head
 from headstart.heads.contract import Level
 from headstart.heads.eagle3 import Eagle3
 from headstart.heads.errors import WrongInput
@@ -18,7 +18,7 @@ from headstart.heads.paths import Path
 from headstart.heads.settings import Eagle3Settings
 from headstart.heads.target import Target
 from headstart.heads.vocabulary import choose_draft_vocabulary, coverage
-from tests.kinds import VARIANTS, random_head, random_layer, rollout_logits
+from tests.kinds import FORMS, VARIANTS, random_head, random_layer, rollout_logits
 from tests.oracle import oracle_logits
 
 DEPTH = 5
@@ -285,7 +285,7 @@ def test_supervised_pairs_are_exactly_those_serving_can_meet():
     assert pairs == [[4, 5, 6, second + 2], [4, 5], [4], []]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", FORMS)
 def test_neighbours_order_and_filler_change_nothing(kind):
     head = make_head(kind, {}, torch.float64)
     rows = make_rows(head, [(5, 9), (2, 20), (7, 4)], torch.float64)
@@ -298,7 +298,7 @@ def test_neighbours_order_and_filler_change_nothing(kind):
                 assert_close(together[(place, t, j)], logits, 1e-12)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", FORMS)
 def test_a_batch_without_a_reply_has_no_pairs_and_a_gradient_path(kind):
     head = make_head(kind, {}, torch.float32)
     rollout = head.rollout(pack(make_rows(head, [(6, 0)], torch.float32)), 3)
@@ -306,7 +306,7 @@ def test_a_batch_without_a_reply_has_no_pairs_and_a_gradient_path(kind):
     rollout.state_SDH.sum().backward()
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", FORMS)
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
 def test_packing_for_drafting_changes_no_logits(kind, dtype, tolerance):
     head = make_head(kind, {}, dtype)

@@ -12,17 +12,16 @@ from headstart.eval.decode import decode
 from headstart.eval.drafters import HeadDrafter
 from headstart.eval.replies import live_counts
 from headstart.heads.batch import pack
-from headstart.heads.checkpoint import KINDS
 from headstart.trainer.checkpoint import pointed
 from headstart.trainer.console import tensor_table
 from headstart.trainer.data import TrainingRows
 from headstart.trainer.loop import Job, optimizer_step
 from headstart.trainer.settings import LossSettings, TrainSettings
-from tests.kinds import make_settings
+from tests.kinds import FORMS, make_settings
 from tests.small_decoding import NO_STOP, fitted_head, make_path, make_prompts
 from tests.small_training import SETTINGS, SmallTarget, make_head, make_paths, run
 
-every_kind = pytest.mark.parametrize("kind", KINDS)
+every_kind = pytest.mark.parametrize("kind", FORMS)
 
 
 def fit_eight_paths(kind, most_steps, enough):
@@ -128,7 +127,7 @@ def test_tokens_outside_the_draft_vocabulary_are_misses(kind, temperature):
 def test_a_depth_without_weights_is_refused():
     paths, features = make_paths([(4, 30)])
     batch = pack([(path, *features.get(path.prompt_id)) for path in paths])
-    for kind in KINDS:
+    for kind in FORMS:
         head = make_head(kind=kind)
         if (most := make_settings(kind, 3).max_depth) is not None:
             with pytest.raises(ValueError, match=f"{most} tokens"):

@@ -49,18 +49,18 @@ BAD_RECIPES = [
     ("head: {taps: [1, -2]}", ["head.taps[1]: found -2, expected at least 0"]),
     (
         "head: {kind: eagle}",
-        ["head.kind: found 'eagle', expected eagle3, eagle1, medusa, hydra, mlp or draft; did you mean eagle3?"],
+        ["head.kind: found 'eagle', expected eagle3, eagle1, medusa, hydra, mlp, draft or mtp; did you mean eagle3?"],
     ),
     (
         "head: {kind: [mlp], taps: 1}",
-        ["mine.yaml:1: head.kind: found [mlp], expected eagle3, eagle1, medusa, hydra, mlp or draft"],
+        ["mine.yaml:1: head.kind: found [mlp], expected eagle3, eagle1, medusa, hydra, mlp, draft or mtp"],
     ),
     ("head:\n  num_layers: 2", ["mine.yaml:2: head.num_layers: a key of medusa, hydra only; expected one of kind, dr"]),
     (
         "head:\n  kind: mlp\n  taps: [1]\n  intermediate_size: 8\ntrain: {depth: 4}",
         [
             "mine.yaml:3: head.taps: a key of eagle3 only; expected one of kind, draft_vocab_size, init_from_target, num_",
-            "mine.yaml:4: head.intermediate_size: a key of eagle3, eagle1 only; did you mean head.inner_size?",
+            "mine.yaml:4: head.intermediate_size: a key of eagle3, eagle1, mtp only; did you mean head.inner_size?",
         ],
     ),
     (
@@ -81,6 +81,10 @@ BAD_RECIPES = [
     (
         "head: {kind: mlp}",
         ["mine.yaml:1: train.depth: found 3, expected head.num_heads = 4, the tokens that mlp can draft"],
+    ),
+    (
+        "head: {kind: mtp, num_modules: 2}\neval: {draft_lengths: [2], draft_length: 2, speed_draft_lengths: [2]}",
+        ["mine.yaml:1: train.depth: found 3, expected head.num_modules = 2, the tokens that mtp can draft"],
     ),
     (
         "head: {kind: mlp, num_heads: 1}\ntrain: {depth: 1}\n"

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from headstart.heads.batch import pack, supervised_pairs
-from headstart.heads.checkpoint import KINDS
 from headstart.heads.errors import TrainingFailed, WrongInput
 from headstart.trainer.data import TrainingRows, count_pairs
 from headstart.trainer.loop import accumulate_gradients, optimizer_step
@@ -19,6 +18,7 @@ from headstart.trainer.losses import pair_loss
 from headstart.trainer.metrics import METRICS, read_metrics
 from headstart.trainer.optim import learning_rate
 from headstart.trainer.settings import TrainSettings
+from tests.kinds import FORMS
 from tests.small_training import (
     SETTINGS,
     RandomFeatures,
@@ -198,7 +198,7 @@ def test_repeated_non_finite_steps_stop_the_run(tmp_path):
         run(tmp_path, rows=poisoned_rows(lambda i: True))
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", FORMS)
 def test_bfloat16_products_learn_too(kind, tmp_path):
     losses = {}
     for dtype in ("float32", "bfloat16"):

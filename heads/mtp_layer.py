@@ -1,0 +1,83 @@
+"""What the forms of an MTP head share: the decoder layer, and what they borrow from the target."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from headstart.heads.facts import TargetFacts
+from headstart.heads.layer_head import Attention, EmbeddingHead, Layer
+from headstart.heads.layers import GatedMLP, Projection, RMSNorm
+from headstart.heads.settings import MTPSettings
+
+
+class MTPLayer(Layer):
+    """One prediction module: a decoder layer as wide as the target's, with what it reads and its own last norm."""
+
+    def __init__(self, settings: MTPSettings, facts: TargetFacts) -> None:
+        super().__init__()
+        width, eps = facts.hidden_size, facts.rms_norm_eps
+        self.enorm = RMSNorm(width, eps)
+        self.hnorm = RMSNorm(width, eps)
+        self.eh_proj = Projection(2 * width, width)
+        self.input_layernorm = RMSNorm(width, eps)
+        self.self_attn = Attention(facts, width)
+        self.post_attention_layernorm = RMSNorm(width, eps)
+        self.mlp = GatedMLP(width, settings.intermediate_size or facts.intermediate_size)
+        self.norm = RMSNorm(width, eps)
+
+    def read(self, embedded: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """Input of the attention and residual branch from a token's embedding and h, all [.., H]."""
+        residual = self.eh_proj(torch.cat((self.enorm(embedded), self.hnorm(hidden)), dim=-1))
+        return self.input_layernorm(residual), residual
+
+
+class MTPHead(EmbeddingHead):
+    """Decoder layers between the target's embedding and output head.
+
+    Parameter names are those of the published layers, but for `norm`, which is `shared_head.norm` there.
+    """
+
+    kind = "mtp"
+    reads = "final"
+
+    def __init__(self, settings: MTPSettings, facts: TargetFacts, draft_ids_V: Tensor) -> None:
+        super().__init__(settings, facts, draft_ids_V)
+        self.taps: list[int] = []
+        self.layers = nn.ModuleList(MTPLayer(settings, facts) for _ in range(settings.num_modules))
+        # The target's own output rows: borrowed and frozen as the embedding is.
+        self.lm_head = Projection(facts.hidden_size, len(draft_ids_V)).requires_grad_(False)
+
+    def module(self, index: int) -> MTPLayer:
+        return self.layers[index]  # type: ignore[return-value]
+
+    @torch.no_grad()
+    def load_target(self, target: Any, initialise: bool) -> None:
+        self.embedding_VH = target.embedding_weight().detach()
+        self.lm_head.weight.copy_(target.output_weight()[self.draft_ids_V.to(target.device)])
+        self.first_values["lm_head.weight"] = "target's output rows"
+        if initialise and self.settings.init_from_target:
+            for index in range(len(self.layers)):
+                self._start_from(target, index)
+
+    def _start_from(self, target: Any, index: int) -> None:
+        """Let a layer start as the target's last one, which reads the final state and a little of the token."""
+        width, name, layer = self.facts.hidden_size, f"layers.{index}", self.module(index)
+        layer.eh_proj.weight.mul_(0.1)
+        layer.eh_proj.weight[:, width:] += torch.eye(width, device=layer.eh_proj.weight.device)
+        self.first_values[f"{name}.eh_proj.weight"] = "random + final state"
+        source = target.layer(-1)
+        for part, _ in layer.named_parameters():
+            self.copy(f"{name}.{part}", source.get(part), "target's last layer")
+        self.copy(f"{name}.norm.weight", target.final_norm_weight(), "target's final norm")
+
+    def fuse(self, features: Tensor) -> Tensor:
+        """States of module 0 from the target's."""
+        return features.to(self.dtype)
+
+    def embed(self, tokens: Tensor, position: Tensor) -> Tensor:
+        return super().embed(tokens, position).masked_fill(position.unsqueeze(-1) == 0, 0)
+
+    def outputs(self) -> Sequence[Projection]:
+        return [self.lm_head]
