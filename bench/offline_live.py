@@ -2,12 +2,13 @@
 
     python bench/offline_live.py RUN [--prompts 60] [--temperatures 0,1] [--draft-length N] [--new-tokens 96]
 
-RUN is a finished run. At every temperature the held-out prompts are answered anew by plain decoding (that is not timed: all
-heads and settings share the replies), and the head's accept_len is measured on them offline, and live by decoding them with
-random numbers of their own. Seconds are those of one measurement in this process after a warm-up on a few prompts: processor
-time, which neighbours on the machine do not stretch, or the wall clock where an accelerator does the work. Both give an
-interval of some width, and widths fall with the root of the number of prompts, so the cost ratio at equal width is
-(live seconds x live width^2) / (offline seconds x offline width^2).
+RUN is a finished run. At every temperature the held-out prompts are answered anew, as traffic answers them, and the
+target's states are kept (that is not timed: all heads and settings share replies and states). The head's accept_len is
+measured on them offline, and live by decoding the prompts with random numbers of their own. Seconds are those of one
+measurement in this process after a warm-up on a few prompts: processor time, which neighbours on the machine do not
+stretch, or the wall clock where an accelerator does the work. Both give an interval of some width, and widths fall with
+the root of the number of prompts, so the cost ratio at equal width is (live seconds x live width^2) / (offline seconds x
+offline width^2).
 """
 
 import argparse
@@ -25,7 +26,7 @@ class Cell:
 
     seconds: float  # a prompt
     counts: list[Any]
-    reading: float = 0.0  # seconds of it in which the target reads the replies; the rest is the head's
+    reading: float = 0.0  # seconds a prompt that the target would read the replies in, were its states not kept
 
 
 def main() -> None:
@@ -71,7 +72,7 @@ class Bench:
         from headstart.eval.summary import table
 
         header = ["temperature", "drafts", "source", "accept_len [95 %]", "s / prompt", "uniform starts"]
-        header += ["product of marginals", "live / offline", "states stored", "live against offline"]
+        header += ["product of marginals", "live / offline", "states read anew", "live against offline"]
         print(
             f"{self.name}: {len(self.prompts)} prompts, at most {self.options.new_tokens} tokens, draft length "
             f"{self.length}, float32, batch {self.options.batch} live, threads {threads}\n"
@@ -81,17 +82,17 @@ class Bench:
         print(
             "\nlive / offline: cost of live over that of offline at equal width of the interval, for one figure. One\n"
             "offline pass gives both kinds of drafts and every shorter draft length, where live decodes once for each.\n"
-            "states stored: the same where the target's states are at hand, as validation has them during training."
+            "states read anew: the same where no states were kept, and the target has to read the replies once more."
         )
 
     def temperature(self, temperature: float) -> list[list[str]]:
         from headstart.heads.sampling import Sampling
 
         sampling = Sampling(temperature)
-        paths = self.record(sampling)
+        rows = self.record(sampling)
         drafts = ("greedy", "sampled") if temperature else ("greedy",)
-        self.offline(paths[:8], sampling, drafts)
-        offline = self.offline(paths, sampling, drafts)
+        self.offline(rows[:8], sampling, drafts)
+        offline = self.offline(rows, sampling, drafts)
         lines = []
         for draft in drafts:
             self.live(sampling, draft, 2)
@@ -99,26 +100,32 @@ class Bench:
             lines += self.lines(temperature, draft, offline[draft], live)
         return lines
 
-    def record(self, sampling: Any) -> list[Any]:
-        """Replies of plain decoding to every prompt, as paths."""
+    def record(self, sampling: Any) -> list[tuple[Any, Any, Any]]:
+        """Replies to every prompt as traffic records them, each path with the target's states."""
         from dataclasses import replace
 
         import numpy as np
 
-        replies = self.decode(sampling, "greedy", 0, len(self.prompts), "recorded", batch=8)
-        paths = []
-        for path, prompt, reply in zip(self.paths, self.prompts, replies, strict=True):
+        from headstart.trainer.generation import Generator, Request
+
+        requests = [Request(path.prompt_id, prompt) for path, prompt in zip(self.paths, self.prompts, strict=True)]
+        longest = max(map(len, self.prompts)) + self.options.new_tokens
+        generator = Generator(self.target, sampling, self.options.new_tokens, 8, longest, seed=1)
+        rows = []
+        for path, prompt, reply in zip(
+            self.paths, self.prompts, generator.generate(requests, self.target.dtype), strict=True
+        ):
             generated_N = np.arange(len(prompt) + len(reply.token_ids)) >= len(prompt)
-            paths.append(
-                replace(
-                    path,
-                    token_N=np.array([*prompt, *reply.token_ids], dtype=np.int32),
-                    generated_N=generated_N,
-                    logprob_N=np.full(len(generated_N), np.nan, dtype=np.float32),
-                    sampling=sampling.to_dict(),
-                )
+            logprobs = [float("nan")] * len(prompt) + reply.logprobs
+            recorded = replace(
+                path,
+                token_N=np.array([*prompt, *reply.token_ids], dtype=np.int32),
+                generated_N=generated_N,
+                logprob_N=np.array(logprobs, dtype=np.float32),
+                sampling=sampling.to_dict(),
             )
-        return paths
+            rows.append((recorded, reply.states.taps, reply.states.final))
+        return rows
 
     def decode(self, sampling: Any, draft: Any, length: int, number: int, occasion: str, batch: int = 0) -> list[Any]:
         from headstart.eval.decode import decode
@@ -144,23 +151,26 @@ class Bench:
         seconds, replies = timed(lambda: self.decode(sampling, draft, self.length, number, "live"), self.target.device)
         return Cell(seconds / number, live_counts(replies, names, routes, self.length))
 
-    def offline(self, paths: Sequence[Any], sampling: Any, drafts: Sequence[str]) -> dict[str, Cell]:
+    def offline(self, rows: Sequence[tuple[Any, Any, Any]], sampling: Any, drafts: Sequence[str]) -> dict[str, Cell]:
         """Every kind of drafts from one pass."""
         from headstart.eval.acceptance import count_replies, drafts_acceptance
-        from headstart.eval.subject import read_batches
+        from headstart.eval.subject import READ_PATHS
         from headstart.eval.target_law import TargetLaw
+        from headstart.heads.batch import pack
 
         law = TargetLaw(self.target, sampling) if sampling.temperature else None
         temperatures = [sampling.temperature if draft == "sampled" else 0.0 for draft in drafts]
+        device, number = self.target.device, len(rows)
 
         def measure() -> list[Any]:
+            chunks = [rows[begin : begin + READ_PATHS] for begin in range(0, number, READ_PATHS)]
+            batches = (pack(list(chunk)).to(device) for chunk in chunks)
             found = drafts_acceptance(self.head, batches, self.length, temperatures, law)
             return [count_replies(replies, self.length) for replies in found]
 
-        device, number = self.target.device, len(paths)
-        reading, batches = timed(lambda: list(read_batches(self.target, self.head, paths)), device)
+        reading, _ = timed(lambda: self.target.read([path.token_N for path, _, _ in rows]), device)
         seconds, counts = timed(measure, device)
-        cells = [Cell((reading + seconds) / number, own, reading / number) for own in counts]
+        cells = [Cell(seconds / number, own, reading / number) for own in counts]
         return dict(zip(drafts, cells, strict=True))
 
     def lines(self, temperature: float, draft: str, offline: Cell, live: Cell) -> list[list[str]]:
@@ -178,8 +188,8 @@ class Bench:
             row = [f"{temperature:g}", draft, source, interval_text(found[source]), number_text(cell.seconds, 3)]
             lines.append([*row, number_text(uniform, 2), number_text(marginals, 2), "", "", ""])
         ratio = cost["live"] / cost["offline"]
-        stored = ratio * offline.seconds / (offline.seconds - offline.reading)
-        lines[0][-3:-1] = [f"{ratio:.1f}", f"{stored:.0f}"]
+        anew = ratio * offline.seconds / (offline.seconds + offline.reading)
+        lines[0][-3:-1] = [f"{ratio:.0f}", f"{anew:.1f}"]
         lines[1][-1] = self.against(temperature, offline, live)
         return lines
 

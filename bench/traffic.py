@@ -74,7 +74,7 @@ def batched(
 
     def make_worker() -> Callable[[list[Request]], list[Reply]]:
         generator = Generator(target, Sampling(), max_new_tokens, slots, longest + max_new_tokens)
-        return lambda chunk: generator.generate(chunk, keep_states=True)
+        return lambda chunk: generator.generate(chunk, torch.bfloat16)
 
     return [reply for replies in in_order(chunks, make_worker, workers) for reply in replies]
 

@@ -33,6 +33,7 @@ class ReplyAcceptance:
     judged_TK: np.ndarray  # bool: a token is proposed at (t, j) and x_{t+2+j} lies in the reply
     num_out_of_vocab: int | None = None  # reply tokens after the first that the drafter cannot draft
     confidence_TK: np.ndarray | None = None  # float64, of the draft at (t, j); None: the drafter has none
+    rank_TK: np.ndarray | None = None  # int64, as in `PairAcceptance`; heads have it, and trees are judged by it
 
 
 @dataclass
@@ -61,6 +62,7 @@ class PairAcceptance(NamedTuple):
     start_S: Tensor  # int64 slots
     valid_SD: Tensor
     confidence_SD: Tensor  # float64, largest probability of the law that the draft is made from
+    rank_SD: Tensor  # int64, draft tokens before the recorded one, by logit (of equals the smaller id); Vd outside
 
 
 @torch.no_grad()
@@ -72,7 +74,8 @@ def acceptance_probabilities(
     By the token-wise rule (`verify_tokens`; block verification may keep more). Given that x is emitted, it came from an
     accepted draft with probability min(1, q(x) / p(x)): x is drafted with q(x) and kept with min(1, p(x) / q(x)), out of
     p(x) in all. p is the law the target samples by, filters applied. A greedy draft is the case of a one-hot q, so r is
-    1[x = argmax q], whatever p is. Tokens outside the draft vocabulary have q = 0 and count as misses.
+    1[x = argmax q], whatever p is: 1 where the token's rank is 0. Tokens outside the draft vocabulary have q = 0 and count
+    as misses.
 
     Args:
         temperatures: of the drafts, all from one rollout; 0 drafts greedily.
@@ -93,27 +96,31 @@ def acceptance_probabilities(
     pair_P2 = valid_SD.nonzero()
     label_slot_P = start_S[pair_P2[:, 0]] + 1 + pair_P2[:, 1]
     label_P = batch.next_token_T[label_slot_P]
-    shape = (len(temperatures), *valid_SD.shape)
-    accept_QSD = torch.zeros(shape, dtype=torch.float64, device=valid_SD.device)
+    num_ids, device = len(head.draft_ids_V), valid_SD.device
+    accept_QSD = torch.zeros(len(temperatures), *valid_SD.shape, dtype=torch.float64, device=device)
     confidence_QSD = torch.zeros_like(accept_QSD)
+    rank_SD = torch.full(valid_SD.shape, num_ids, device=device)
+    index_V = torch.arange(num_ids, device=device)
     for begin in range(0, len(pair_P2), PROJECTION_CHUNK):
         chunk = slice(begin, begin + PROJECTION_CHUNK)
         s_C, j_C = pair_P2[chunk].unbind(1)
         logits_CV = head.logits(rollout.state_SDH[s_C, j_C], j_C).float()
-        index_C = torch.searchsorted(head.draft_ids_V, label_P[chunk]).clamp_max(len(head.draft_ids_V) - 1)
-        known_C = head.draft_ids_V[index_C] == label_P[chunk]
+        index_C1 = torch.searchsorted(head.draft_ids_V, label_P[chunk]).clamp_max(num_ids - 1)[:, None]
+        known_C = head.draft_ids_V[index_C1].squeeze(1) == label_P[chunk]
+        logit_C1 = logits_CV.gather(1, index_C1)
+        rank_C = ((logits_CV > logit_C1) | ((logits_CV == logit_C1) & (index_V < index_C1))).sum(-1)
+        rank_SD[s_C, j_C] = torch.where(known_C, rank_C, num_ids)
         for i, temperature in enumerate(temperatures):
             if temperature == 0:
-                accept_C = known_C & (logits_CV.argmax(-1) == index_C)
+                accept_C = rank_SD[s_C, j_C] == 0
             else:
-                logq_CV = torch.log_softmax(logits_CV / temperature, dim=-1)
-                logq_C = logq_CV.gather(1, index_C[:, None]).squeeze(1)
+                logq_C = torch.log_softmax(logits_CV / temperature, dim=-1).gather(1, index_C1).squeeze(1)
                 log_ratio_C = (logq_C.double() - logp_T[label_slot_P[chunk]]).clamp_max(0)
                 accept_C = torch.where(known_C, log_ratio_C.exp(), 0.0)
             accept_QSD[i, s_C, j_C] = accept_C.double()
             confidence_QSD[i, s_C, j_C] = confidence(logits_CV, temperature or 1.0).double()
     pairs = zip(accept_QSD, confidence_QSD, strict=True)
-    return [PairAcceptance(accept_SD, start_S, valid_SD, confidence_SD) for accept_SD, confidence_SD in pairs]
+    return [PairAcceptance(accept_SD, start_S, valid_SD, confidence_SD, rank_SD) for accept_SD, confidence_SD in pairs]
 
 
 def reply_acceptance(
@@ -156,9 +163,16 @@ def drafts_acceptance(
         row_S = np.searchsorted(np.asarray(batch.offsets[1:]), start_S, side="right")
         for replies, pair in zip(found, pairs, strict=True):
             accept_SD, confidence_SD = pair.accept_SD.cpu().numpy() * valid_SD, pair.confidence_SD.cpu().numpy()
+            rank_SD = pair.rank_SD.cpu().numpy()
             for row, (prompt_id, route) in enumerate(zip(batch.prompt_ids, batch.routes, strict=True)):
                 here = row_S == row
-                values = (accept_SD[here], valid_SD[here], int(unknown_S[here].sum()), confidence_SD[here])
+                values = (
+                    accept_SD[here],
+                    valid_SD[here],
+                    int(unknown_S[here].sum()),
+                    confidence_SD[here],
+                    rank_SD[here],
+                )
                 replies.append(ReplyAcceptance(prompt_id, route, *values))
     return found
 

@@ -10,9 +10,9 @@ from headstart.eval.drafters import SuffixDrafter, lookup_acceptance, ngram_acce
 from headstart.eval.live import measure_live
 from headstart.eval.sampled_live import measure_sampled_live
 from headstart.eval.statistics import looks, relative_width
-from headstart.eval.subject import Subject, read_batches
+from headstart.eval.subject import Subject
 from headstart.eval.target_law import TargetLaw
-from headstart.eval.tree_acceptance import tree_rows
+from headstart.eval.tree_acceptance import tree_rows, trees_of
 from headstart.heads.errors import WrongInput
 from headstart.heads.intervals import interval_text
 from headstart.heads.paths import Path
@@ -34,20 +34,20 @@ def check_paths(paths: Sequence[Path]) -> None:
 
 def head_acceptance(subject: Subject) -> dict[str, list[ReplyAcceptance]]:
     """Acceptance of the head's greedy drafts, and sampled ones at a temperature, along every held-out reply, or along as
-    many as the stopping rule takes.
+    many as the stopping rule takes; one pass for every draft length and tree.
 
     The rule (`eval.stop_at_width`) looks at the interval of accept_len after numbers of prompts that are fixed beforehand,
     and at nothing but its width: the value has no part in when to stop, so the interval keeps its coverage. Prompts are
     taken in the order of their ids, hashes of their content, which no result can bend; `subject.paths` become those
     taken.
     """
-    target, head, settings, sampling = subject.target, subject.head, subject.settings, subject.sampling
-    longest = max(settings.draft_lengths)
+    settings, sampling = subject.settings, subject.sampling
+    deepest = max([*settings.draft_lengths, *(tree.depth for tree in trees_of(subject))])
     kinds = {"greedy": 0.0} | ({"sampled": sampling.temperature} if sampling.temperature else {})
 
     def measured(paths: Sequence[Path]) -> dict[str, list[ReplyAcceptance]]:
-        law = TargetLaw(target, sampling) if sampling.temperature else None
-        found = drafts_acceptance(head, read_batches(target, head, paths), longest, list(kinds.values()), law)
+        law = TargetLaw(subject.target, sampling) if sampling.temperature else None
+        found = drafts_acceptance(subject.head, subject.batches(paths), deepest, list(kinds.values()), law)
         return dict(zip(kinds, found, strict=True))
 
     subject.tell(f"acceptance: {len(subject.paths)} held-out replies, draft lengths {settings.draft_lengths}")
@@ -120,11 +120,11 @@ def measure_setting(
         raise WrongInput(f"found no reply to {len(missing)} prompts (first: {missing[0][:12]}), expected one to each.")
     paths = [own[path.prompt_id] for path in subject.paths]
     check_paths(paths)
-    other = replace(subject, paths=paths, settings=replace(subject.settings, stop_at_width=0.0))
+    other = replace(subject, paths=paths, features=None, settings=replace(subject.settings, stop_at_width=0.0))
     subject.tell(f"temperature {other.sampling.temperature:g}")
     replies = head_acceptance(other)
     rows, _ = measure_acceptance(other, replies)
-    rows += tree_rows(other)
+    rows += tree_rows(other, replies["greedy"])
     if live and other.sampling.temperature == 0:
         live_rows, _, agreed = measure_live(other, replies["greedy"])
         live_rows[0]["agreement"] = agreed

@@ -8,7 +8,7 @@ from headstart.eval.decode import decode
 from headstart.eval.drafters import HeadDrafter
 from headstart.eval.identity import Rescorer, first_unequal_step, identity_check, is_draft_tie
 from headstart.eval.replies import Reply, live_counts
-from headstart.eval.subject import Subject, read_batches
+from headstart.eval.subject import Subject
 from headstart.eval.timings import balanced, generate
 from headstart.heads.paths import Path
 
@@ -111,7 +111,7 @@ def agreement(
         differing = first_unequal_step(expected, reply)
         if differing is None:
             equal += 1
-        elif is_draft_tie(subject.head, next(read_batches(subject.target, subject.head, [path])), *differing):
+        elif is_draft_tie(subject.head, next(subject.batches([path])), *differing):
             certified += 1
         else:
             unexplained.append(path.prompt_id)

@@ -35,6 +35,7 @@ from headstart.eval.timings import balanced, choose_speed_dtype
 from headstart.eval.tree_acceptance import tree_rows
 from headstart.heads.checkpoint import checkpoint_identity, load_head
 from headstart.heads.errors import WrongInput
+from headstart.heads.features import FeatureReader
 from headstart.heads.paths import Path
 from headstart.heads.store import hash_json
 from headstart.heads.target import Target
@@ -51,6 +52,7 @@ def evaluate(
     folder: FilePath,
     *,
     parts: Sequence[str] = (),
+    features: FeatureReader | None = None,
     previous: FilePath | None = None,
     routes: Sequence[str] = (),
     max_new_tokens: int = 0,
@@ -66,6 +68,7 @@ def evaluate(
         parts: of `live`, `lossless`, `speed`: what is measured beside offline acceptance, or `offline` for nothing else.
             None named means all; greedy replies then have their identity alone, without the certificate that `lossless`
             names. `prove` adds the seeded faults to catch.
+        features: the target's states on the paths; where it holds none in float32, the target reads the replies again.
         previous: checkpoint folder of a head that is measured on the same replies and compared with.
         routes: routes that prompts carry; one without held-out replies is shown as empty.
         max_new_tokens: the limit of the recorded replies; 0 takes the longest.
@@ -86,7 +89,7 @@ def evaluate(
     target = load_target("float32")
     head = load_head(head_folder, target).to(target.device).eval().pack()
     all_routes = sorted({*routes, *(path.route for path in paths)})
-    subject = Subject(target, head, list(paths), all_routes, settings, seed, tell)
+    subject = Subject(target, head, list(paths), all_routes, settings, seed, tell, features)
     files = EvalFiles(folder, subject, identity_of(head_folder, target, subject.paths))
     if set(parts) in CERTIFICATE and files.kept("acceptance", "rows"):
         return certify(files, "prove" in parts)
@@ -95,7 +98,7 @@ def evaluate(
     files.names = identity_of(head_folder, target, subject.paths)  # of the prompts that were taken
     old = {} if previous is None else previous_acceptance(subject, previous)
     rows, sums = measure_acceptance(subject, replies, old)
-    rows += tree_rows(subject)
+    rows += tree_rows(subject, replies["greedy"])
     limit = max_new_tokens or files.names["prompts"]["max_new_tokens"]
     extra: dict[str, Any] = {"repeated_8grams": repeated_ngrams(subject.paths)}
     if previous is not None:

@@ -18,8 +18,8 @@ from headstart.heads.checkpoint import checkpoint_identity, load_head
 def previous_acceptance(subject: Subject, folder: Path) -> dict[str, list[ReplyAcceptance]]:
     """Acceptance of the head in a checkpoint folder along the subject's replies, as `head_acceptance`.
 
-    It may read other taps than the new head: the target is read again. Of a draft that is longer than it can make, the
-    depths beyond its last have no proposal.
+    It may read other taps than the new head: the target reads the replies again then. Of a draft that is longer than it can
+    make, the depths beyond its last have no proposal.
 
     Raises:
         WrongInput: no head there, or one of another target.
@@ -31,7 +31,7 @@ def previous_acceptance(subject: Subject, folder: Path) -> dict[str, list[ReplyA
     longest = max(subject.settings.draft_lengths)
     depth = min(longest, head.settings.max_depth or longest)
     # the very replies of the new head
-    settings = replace(subject.settings, stop_at_width=0.0, draft_lengths=[depth], draft_length=depth)
+    settings = replace(subject.settings, stop_at_width=0.0, draft_lengths=[depth], draft_length=depth, trees=[])
     found = head_acceptance(replace(subject, target=target, head=head, settings=settings))
     return {draft: [lengthened(reply, longest) for reply in replies] for draft, replies in found.items()}
 
@@ -40,7 +40,7 @@ def lengthened(reply: ReplyAcceptance, draft_length: int) -> ReplyAcceptance:
     """The same with depths below the last, at which nothing is proposed."""
     missing = ((0, 0), (0, draft_length - reply.accept_TK.shape[1]))
     accept_TK, judged_TK = np.pad(reply.accept_TK, missing), np.pad(reply.judged_TK, missing)
-    return replace(reply, accept_TK=accept_TK, judged_TK=judged_TK, confidence_TK=None)
+    return replace(reply, accept_TK=accept_TK, judged_TK=judged_TK, confidence_TK=None, rank_TK=None)
 
 
 def compared(

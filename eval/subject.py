@@ -8,6 +8,7 @@ from headstart.eval.acceptance import PromptCounts, acceptance_row
 from headstart.eval.settings import EvalSettings
 from headstart.heads.batch import Batch, pack
 from headstart.heads.contract import Head
+from headstart.heads.features import FeatureReader
 from headstart.heads.paths import Path
 from headstart.heads.sampling import Sampling
 from headstart.heads.target import Target
@@ -26,6 +27,7 @@ class Subject:
     settings: EvalSettings
     seed: int
     tell: Callable[[str], None]
+    features: FeatureReader | None = None  # states of these very replies
 
     @property
     def sampling(self) -> Sampling:
@@ -43,11 +45,25 @@ class Subject:
             **names,
         )
 
+    def batches(self, paths: Sequence[Path]) -> Iterator[Batch]:
+        """Some of the paths with their features, a few at a time."""
+        return read_batches(self.target, self.head, paths, self.features)
 
-def read_batches(target: Target, head: Head, paths: Sequence[Path]) -> Iterator[Batch]:
-    """Held-out paths with teacher-forced features, a few at a time."""
+
+def read_batches(
+    target: Target, head: Head, paths: Sequence[Path], features: FeatureReader | None = None
+) -> Iterator[Batch]:
+    """Paths with the target's states on them, a few at a time.
+
+    States that are stored as the target computed them, in its own precision and at its taps, are taken from there. Others
+    are read teacher-forced, which costs a pass of the target over every token.
+    """
+    stored = features is not None and features.taps == target.taps
     for begin in range(0, len(paths), READ_PATHS):
         chunk = paths[begin : begin + READ_PATHS]
-        states = target.read([path.token_N for path in chunk])
-        batch = pack([(path, s.taps, s.final) for path, s in zip(chunk, states, strict=True)])
+        if features is not None and stored and all(features.dtype(path.prompt_id) == target.dtype for path in chunk):
+            states = [features.get(path.prompt_id) for path in chunk]
+        else:
+            states = [(read.taps, read.final) for read in target.read([path.token_N for path in chunk])]
+        batch = pack([(path, taps_SF, final_SH) for path, (taps_SF, final_SH) in zip(chunk, states, strict=True)])
         yield batch.to(head.device)

@@ -1,4 +1,8 @@
-"""Reader of a features stage: tap states and final states of every path, mapped from disk."""
+"""Reader of a features stage: tap states and final states of every path, mapped from disk.
+
+Training reads bfloat16, which is what it multiplies in, or close enough to it. Held-out states stay in the precision of the
+replies: acceptance is exact only on the states that the target really had.
+"""
 
 import json
 from pathlib import Path
@@ -23,7 +27,9 @@ class FeatureReader:
         self._taps: list[Tensor] = []
         self._final: list[Tensor] = []
         self._place: dict[str, tuple[int, int, int]] = {}
-        for shard, name in enumerate(sorted(finished_stage(folder).outputs)):
+        stage = finished_stage(folder)
+        self.taps: list[int] = stage.manifest["inputs"]["settings"]["taps"]
+        for shard, name in enumerate(sorted(stage.outputs)):
             with safe_open(folder / name, framework="pt") as file:
                 metadata = read_metadata(file.metadata())
                 self._taps.append(file.get_tensor("taps"))
@@ -35,8 +41,13 @@ class FeatureReader:
     def __len__(self) -> int:
         return len(self._place)
 
+    def dtype(self, prompt_id: str) -> torch.dtype | None:
+        """Precision of a path's states; None where it has none."""
+        place = self._place.get(prompt_id)
+        return None if place is None else self._final[place[0]].dtype
+
     def get(self, prompt_id: str) -> tuple[Tensor, Tensor]:
-        """(taps_SF, final_SH) of a path, bf16, S = N - 1: the last token is never fed.
+        """(taps_SF, final_SH) of a path, S = N - 1: the last token is never fed.
 
         Raises:
             WrongInput: the stage holds no features of this prompt.
@@ -58,8 +69,3 @@ def write_metadata(prompt_ids: list[str], taps: list[int], key: str) -> dict[str
 def read_metadata(metadata: dict[str, str] | None) -> dict[str, Any]:
     found: dict[str, Any] = json.loads((metadata or {})[METADATA])
     return found
-
-
-def to_stored(states: Tensor) -> Tensor:
-    """States as they are kept on disk."""
-    return states.to(torch.bfloat16)

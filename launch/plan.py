@@ -11,9 +11,9 @@ from headstart.launch.commands import run_folder
 from headstart.launch.run import RunFolder
 from headstart.launch.settings import Recipe
 from headstart.trainer.checkpoint import pointed
-from headstart.trainer.features import features_inputs, gigabytes, token_bytes
+from headstart.trainer.features import features_inputs, gigabytes, most_bytes
 from headstart.trainer.prompts import prompt_inputs
-from headstart.trainer.traffic import FEATURE_SPLITS, traffic_inputs
+from headstart.trainer.traffic import traffic_inputs
 
 Row = tuple[str, str, str]
 
@@ -64,7 +64,7 @@ def stages(recipe: Recipe, path: Path, checked: Checked, run: RunFolder) -> list
     """Each stage with its key, and whether it is reused, continued or run."""
     prompts = unopened(prompt_inputs(recipe.prompts, path.parent, recipe.run.seed, checked.target))
     traffic = unopened(traffic_inputs(checked.target, prompts, recipe.traffic, recipe.run.seed))
-    features = unopened(features_inputs(checked.target, traffic, FEATURE_SPLITS))
+    features = unopened(features_inputs(checked.target, traffic))
     rows = [
         stage_row(run.root, name, stage)
         for name, stage in (("prompts", prompts), ("traffic", traffic), ("features", features))
@@ -96,17 +96,16 @@ def stage_row(root: Path, name: str, stage: Stage) -> Row:
 
 def disk(recipe: Recipe, checked: Checked, run: RunFolder) -> list[Row]:
     """The most that features can take, and what is free."""
-    cached = [prompt for split in FEATURE_SPLITS for prompt in checked.prompts.of(split)]
-    tokens = sum(checked.prompt_tokens[p.prompt_id] + recipe.traffic.max_new_tokens - 1 for p in cached)
-    size = token_bytes(checked.target)
+    prompts = [(prompt.split, checked.prompt_tokens[prompt.prompt_id]) for prompt in checked.prompts.prompts]
+    tokens, size = most_bytes(prompts, recipe.traffic, checked.target)
     folder = run.root
     while not folder.exists():
         folder = folder.parent
     return [
         (
             "features",
-            f"at most {gigabytes(tokens * size)}",
-            f"{size:,} bytes a token, if every reply runs to its limit",
+            f"at most {gigabytes(size)}",
+            f"about {size // max(tokens, 1):,} bytes for each of {tokens:,} tokens, if every reply runs to its limit",
         ),
         ("free", gigabytes(shutil.disk_usage(folder).free), f"at {folder}"),
     ]

@@ -204,6 +204,7 @@ def measure_head(
     others: Sequence[Sequence[ReplyPath]] = (),
 ) -> dict[str, Any]:
     """The eval stage on the held-out replies, which nothing before has read."""
+    features = run.folder / "features"
     return evaluate(
         targets,
         checkpoint_folder(run.folder, checkpoint),
@@ -211,6 +212,7 @@ def measure_head(
         recipe.eval,
         run.eval,
         parts=parts,
+        features=FeatureReader(features) if (features / MANIFEST).exists() else None,  # a moved run may be without
         previous=previous_folder(recipe.eval.previous, run.root, targets.facts),
         routes=sorted({prompt.route for prompt in read_prompts(run.folder / "prompts")}),
         max_new_tokens=recipe.traffic.max_new_tokens,

@@ -57,7 +57,7 @@ def save_random(folder: Path, config: object, tiny_folder: Path) -> TargetSettin
 
 def assert_generates_alike(target: Target) -> None:
     requests = [Request("a", [5, 17, 40, 8]), Request("b", list(range(20, 70)))]
-    replies = Generator(target, Sampling(), 10, num_slots=2, max_length=64).generate(requests, keep_states=True)
+    replies = Generator(target, Sampling(), 10, num_slots=2, max_length=64).generate(requests, torch.bfloat16)
     banned = [[i] for i in range(target.facts.num_tokens, target.facts.vocab_size)]
     for request, reply in zip(requests, replies, strict=True):
         tokens = torch.tensor([request.token_ids])

@@ -14,7 +14,7 @@ from headstart.eval.drafters import HeadDrafter, NgramDrafter
 from headstart.eval.replies import live_counts
 from headstart.eval.subject import read_batches
 from headstart.eval.target_law import TargetLaw
-from headstart.eval.tree_acceptance import reply_ranks, tree_acceptance
+from headstart.eval.tree_acceptance import tree_acceptance
 from headstart.eval.tree_drafts import DynamicDrafts, DynamicTree, likeliest
 from headstart.heads.errors import WrongInput
 from headstart.heads.sampling import Sampling
@@ -256,8 +256,8 @@ def test_the_dynamic_tree_keeps_the_most_confident_nodes():
 
 
 def offline(target, head, paths, tree, sampling):
-    ranks = reply_ranks(head, read_batches(target, head, paths), tree.depth, TargetLaw(target, sampling))
-    return count_replies(tree_acceptance(ranks, tree), tree.depth)
+    replies = reply_acceptance(head, read_batches(target, head, paths), tree.depth, law=TargetLaw(target, sampling))
+    return count_replies(tree_acceptance(replies, tree), tree.depth)
 
 
 def live(target, prompts, head, tree, sampling, seed=0):
@@ -298,11 +298,7 @@ def test_a_chain_offline_is_the_tree_of_single_children(target, prompts, head):
         assert np.array_equal(a.judged_K, b.judged_K)
 
 
-def test_what_is_not_exact_offline_is_refused(target, prompts, head):
+def test_paths_of_another_setting_are_refused(target, prompts, head):
     paths = record(target, prompts[:2], Sampling(0.7), "refused")
     with pytest.raises(WrongInput, match=r"0\.7"):
         offline(target, head, paths, BRANCHING, Sampling())
-    ranks = reply_ranks(head, read_batches(target, head, paths), 3)
-    for shape, draft in ((BRANCHING, "sampled"), (DynamicTree(3, 2, 4), "greedy")):
-        with pytest.raises(WrongInput, match="Measure them live"):
-            tree_acceptance(ranks, shape, draft)

@@ -1,28 +1,30 @@
-"""The features stage: taps and final states of every path, in packed bf16 shards, one for each chunk of traffic."""
+"""The features stage: taps and final states of every path, in packed shards, one for each chunk of traffic."""
 
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from headstart.heads.checkpoint import write_tensors
 from headstart.heads.errors import WrongInput
-from headstart.heads.features import to_stored, write_metadata
+from headstart.heads.features import write_metadata
+from headstart.heads.paths import SPLITS
+from headstart.heads.precision import DTYPES
 from headstart.heads.store import Stage, atomic_path, stage_inputs
 from headstart.heads.target import States, TargetLoader
 from headstart.trainer.generation import Request
+from headstart.trainer.settings import TrafficSettings
 
 if TYPE_CHECKING:
     from headstart.trainer.traffic import Chunk
 
-STAGE_VERSION = 1
-BYTES_PER_VALUE = 2  # bf16
+STAGE_VERSION = 2
 
 
-def features_inputs(load_target: TargetLoader, traffic: Stage, splits: Sequence[str]) -> dict[str, Any]:
+def features_inputs(load_target: TargetLoader, traffic: Stage) -> dict[str, Any]:
     """Everything that changes the features."""
-    settings = {"taps": load_target.taps, "splits": list(splits)}
+    settings = {"taps": load_target.taps}
     return stage_inputs(STAGE_VERSION, settings, {"traffic": traffic.key}, load_target.facts.fingerprint)
 
 
@@ -31,9 +33,7 @@ def shard_name(number: int) -> str:
 
 
 def needs_features(features: Stage, chunk: "Chunk") -> bool:
-    """Whether a chunk's shard is wanted and not there, whole."""
-    if chunk.split not in features.manifest["inputs"]["settings"]["splits"]:
-        return False
+    """Whether a chunk's shard is not there, whole."""
     return not has(features, shard_name(chunk.number))
 
 
@@ -43,16 +43,39 @@ def has(stage: Stage, name: str) -> bool:
     return name in stage.outputs and path.is_file() and path.stat().st_size == stage.outputs[name]["bytes"]
 
 
-def token_bytes(load_target: TargetLoader) -> int:
+def stored_dtype(split: str, settings: TrafficSettings) -> torch.dtype:
+    """Training reads bfloat16; held-out states stay as exact as the replies they belong to."""
+    return DTYPES[settings.eval_dtype] if split == "heldout" else torch.bfloat16
+
+
+def token_bytes(load_target: TargetLoader, dtype: torch.dtype) -> int:
     """Bytes of one token's taps and final state."""
-    return (len(load_target.taps) + 1) * load_target.facts.hidden_size * BYTES_PER_VALUE
+    return (len(load_target.taps) + 1) * load_target.facts.hidden_size * dtype.itemsize
+
+
+def most_bytes(
+    prompts: Iterable[tuple[str, int]], settings: TrafficSettings, load_target: TargetLoader
+) -> tuple[int, int]:
+    """The most that features can take, if every reply runs to its limit.
+
+    Args:
+        prompts: split and number of tokens of each.
+
+    Returns:
+        Number of tokens, and of bytes.
+    """
+    tokens = dict.fromkeys(SPLITS, 0)
+    for split, num_prompt_tokens in prompts:
+        tokens[split] += num_prompt_tokens + settings.max_new_tokens - 1
+    size = sum(number * token_bytes(load_target, stored_dtype(split, settings)) for split, number in tokens.items())
+    return sum(tokens.values()), size
 
 
 def check_disk(
     features: Stage,
     missing: list["Chunk"],
     requests: Mapping[str, Request],
-    max_new_tokens: int,
+    settings: TrafficSettings,
     load_target: TargetLoader,
 ) -> None:
     """Say how large the missing features can become, and refuse what cannot fit.
@@ -60,11 +83,12 @@ def check_disk(
     Raises:
         WrongInput: more bytes than the disk has free.
     """
-    prompts = [prompt for chunk in missing for prompt in chunk.prompts]
+    prompts = [
+        (chunk.split, len(requests[prompt.prompt_id].token_ids)) for chunk in missing for prompt in chunk.prompts
+    ]
     if not prompts:
         return
-    tokens = sum(len(requests[prompt.prompt_id].token_ids) + max_new_tokens - 1 for prompt in prompts)
-    size = tokens * token_bytes(load_target)
+    tokens, size = most_bytes(prompts, settings, load_target)
     free = shutil.disk_usage(features.folder).free
     print(
         f"features: at most {gigabytes(size)} for {tokens:,} tokens of {len(prompts):,} paths, {gigabytes(free)} free"
@@ -72,26 +96,28 @@ def check_disk(
     if size > free:
         raise WrongInput(
             f"features: found {gigabytes(free)} free in {features.folder}, expected at least {gigabytes(size)} "
-            f"({token_bytes(load_target):,} bytes for each of at most {tokens:,} tokens).\n"
+            f"(about {size // tokens:,} bytes for each of at most {tokens:,} tokens).\n"
             "Lower prompts.num_train or traffic.max_new_tokens, use fewer head.taps, or set run.root to a larger disk."
         )
 
 
 def write_shard(features: Stage, chunk: "Chunk", states: list[States], taps: list[int]) -> None:
-    """Commit a chunk's features."""
+    """Commit a chunk's features, in the precision it keeps."""
     prompt_ids = [prompt.prompt_id for prompt in chunk.prompts]
     name = shard_name(chunk.number)
     with atomic_path(features.folder / name) as temporary:
-        write_tensors(temporary, shard_tensors(states), write_metadata(prompt_ids, taps, features.key))
+        write_tensors(
+            temporary, shard_tensors(states, chunk.states_dtype), write_metadata(prompt_ids, taps, features.key)
+        )
     features.record(name, len(prompt_ids))
 
 
-def shard_tensors(states: list[States]) -> dict[str, torch.Tensor]:
+def shard_tensors(states: list[States], dtype: torch.dtype | None) -> dict[str, torch.Tensor]:
     """Paths laid end to end: `taps` [T, F], `final` [T, H] and the row boundaries `offsets`."""
     lengths = torch.tensor([0, *(len(state.final) for state in states)])
     return {
-        "taps": torch.cat([to_stored(state.taps) for state in states]).cpu(),
-        "final": torch.cat([to_stored(state.final) for state in states]).cpu(),
+        "taps": torch.cat([state.taps.to(dtype) for state in states]).cpu(),
+        "final": torch.cat([state.final.to(dtype) for state in states]).cpu(),
         "offsets": lengths.cumsum(0),
     }
 

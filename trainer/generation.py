@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from headstart.heads.cache import PositionCache
-from headstart.heads.features import to_stored
 from headstart.heads.sampling import Sampling, request_uniforms, sample
 from headstart.heads.target import States, Target
 
@@ -73,17 +72,21 @@ class Generator:
         self._stops = set(target.facts.stop_ids)
         facts = target.facts
         shape = (num_slots, self.max_length)
-        options = {"dtype": torch.bfloat16, "device": target.device}
+        options = {"dtype": target.dtype, "device": target.device}
         self._taps_SLF = torch.empty(*shape, len(target.taps) * facts.hidden_size, **options)  # type: ignore[call-overload]
         self._final_SLH = torch.empty(*shape, facts.hidden_size, **options)  # type: ignore[call-overload]
 
     @torch.inference_mode()
     def generate(
-        self, requests: Sequence[Request], keep_states: bool, progress: Callable[[int, int], None] | None = None
+        self,
+        requests: Sequence[Request],
+        states_dtype: torch.dtype | None = None,
+        progress: Callable[[int, int], None] | None = None,
     ) -> list[Reply]:
         """Answer all requests, longest prompt first, in their given order.
 
         Args:
+            states_dtype: precision that the states of a reply are kept in; None keeps none.
             progress: called after every pass with the number of new reply tokens and of finished replies.
         """
         replies = [Reply() for _ in requests]
@@ -95,13 +98,13 @@ class Generator:
             enough = max(1, self.num_slots // 8)
             if waiting and self.num_slots - len(slots) >= min(enough, len(waiting)):
                 new = self._take(requests, replies, waiting, free_buffers, self.num_slots - len(slots))
-                self._prefill(new, len(slots), keep_states)
+                self._prefill(new, len(slots), states_dtype is not None)
                 fresh = new
                 slots += new
             else:
-                self._step(slots, keep_states)
+                self._step(slots, states_dtype is not None)
                 fresh = slots
-            finished = self._finish(slots, free_buffers, keep_states)
+            finished = self._finish(slots, free_buffers, states_dtype)
             if finished and slots:
                 self.cache.shrink(max(slot.position for slot in slots) + 1)
             if progress is not None:
@@ -146,8 +149,8 @@ class Generator:
         )
         if keep_states:
             for row, slot in enumerate(new):
-                self._taps_SLF[slot.buffer, : lengths[row]] = to_stored(states.taps[row, : lengths[row]])
-                self._final_SLH[slot.buffer, : lengths[row]] = to_stored(states.final[row, : lengths[row]])
+                self._taps_SLF[slot.buffer, : lengths[row]] = states.taps[row, : lengths[row]]
+                self._final_SLH[slot.buffer, : lengths[row]] = states.final[row, : lengths[row]]
         self._emit(new, states.final[torch.arange(len(new)), length_B - 1])
 
     def _step(self, slots: list[Slot], keep_states: bool) -> None:
@@ -158,8 +161,8 @@ class Generator:
         states = self.target.forward(tokens_B1, position_B, self.cache)
         if keep_states:
             buffer_B = torch.tensor([slot.buffer for slot in slots], device=device)
-            self._taps_SLF[buffer_B, position_B] = to_stored(states.taps[:, 0])
-            self._final_SLH[buffer_B, position_B] = to_stored(states.final[:, 0])
+            self._taps_SLF[buffer_B, position_B] = states.taps[:, 0]
+            self._final_SLH[buffer_B, position_B] = states.final[:, 0]
         self._emit(slots, states.final[:, 0])
 
     def _emit(self, slots: list[Slot], final_BH: Tensor) -> None:
@@ -179,7 +182,7 @@ class Generator:
             elif len(reply.token_ids) == slot.limit:
                 reply.finish_reason = "length"
 
-    def _finish(self, slots: list[Slot], free_buffers: list[int], keep_states: bool) -> int:
+    def _finish(self, slots: list[Slot], free_buffers: list[int], states_dtype: torch.dtype | None) -> int:
         """Take finished replies out and close the gaps, so that live rows are the first rows of the cache."""
         finished = 0
         for row in range(len(slots) - 1, -1, -1):
@@ -188,11 +191,9 @@ class Generator:
                 continue
             finished += 1
             free_buffers.append(slot.buffer)
-            if keep_states:
-                fed = slot.position
-                slot.reply.states = States(
-                    self._taps_SLF[slot.buffer, :fed].cpu().clone(), self._final_SLH[slot.buffer, :fed].cpu().clone()
-                )
+            if states_dtype is not None:
+                kept = (buffer[slot.buffer, : slot.position] for buffer in (self._taps_SLF, self._final_SLH))
+                slot.reply.states = States(*(states.to("cpu", states_dtype, copy=True) for states in kept))
             last = slots.pop()
             if last is not slot:
                 self.cache.move_row(len(slots), row, last.position + 1)

@@ -46,7 +46,7 @@ def make_heldout_traffic(
     remove_leftovers(stage.folder)
     own = [prompt for prompt in read_prompts(prompts.folder) if prompt.split == SPLIT]
     requests = render(load_target, own, settings)
-    todo = [chunk for chunk in plan_chunks(own, settings, ()) if not has(stage, chunk.part)]
+    todo = [chunk for chunk in plan_chunks(own, settings, keep_states=False) if not has(stage, chunk.part)]
     progress = Progress(f"traffic at temperature {settings.temperature:g}", sum(len(chunk.prompts) for chunk in todo))
     with closing(answer_chunks(load_target, stage, todo, requests, settings, seed, progress)) as answers:
         for chunk, dtype, (replies, _) in answers:

@@ -113,7 +113,7 @@ def sampled_turns(load_target: TargetLoader, prefix_ids: list[int], number: int,
     generator = Generator(target, SAMPLING, MAX_TOKENS, ROUND // 4, len(prefix_ids) + MAX_TOKENS, seed)
     for round_ in range(MAX_ROUNDS * -(-number // ROUND)):
         requests = [Request(f"synthesis {round_}/{i}", prefix_ids) for i in range(ROUND)]
-        replies = generator.generate(requests, keep_states=False)
+        replies = generator.generate(requests)
         yield [target.tokenizer.decode(reply.token_ids) if reply.finish_reason == "stop" else "" for reply in replies]
 
 

@@ -13,6 +13,8 @@ from itertools import groupby, pairwise
 from pathlib import Path as FilePath
 from typing import Any
 
+import torch
+
 from headstart.heads.errors import WrongInput
 from headstart.heads.paths import SPLITS, Prompt, read_part
 from headstart.heads.sampling import Sampling
@@ -24,6 +26,7 @@ from headstart.trainer.features import (
     finish,
     has,
     needs_features,
+    stored_dtype,
     write_shard,
 )
 from headstart.trainer.generation import Generator as ReplyGenerator
@@ -34,7 +37,6 @@ from headstart.trainer.settings import TrafficSettings
 from headstart.trainer.workers import in_order, num_workers
 
 STAGE_VERSION = 1
-FEATURE_SPLITS = ("train", "validation")
 NUM_NAMED = 5  # prompts listed in an error
 
 Answers = tuple[list[Reply], list[States]]
@@ -47,7 +49,7 @@ class Chunk:
     number: int
     split: str
     prompts: list[Prompt]
-    keep_states: bool
+    states_dtype: torch.dtype | None  # precision that the target's states are kept in; None keeps none
 
     @property
     def part(self) -> str:
@@ -60,9 +62,8 @@ def make_traffic(
     settings: TrafficSettings,
     root: FilePath,
     seed: int = 0,
-    feature_splits: Sequence[str] = FEATURE_SPLITS,
 ) -> tuple[Stage, Stage]:
-    """Answer all prompts of a prompts stage and keep the features of some splits; reuse and continue what is there.
+    """Answer all prompts of a prompts stage and keep the target's states; reuse and continue what is there.
 
     The train split is answered in the target's own precision, the others in `settings.eval_dtype`.
 
@@ -73,18 +74,18 @@ def make_traffic(
         WrongInput: prompts that are too long (before anything runs), or features that do not fit on the disk.
     """
     traffic = open_stage(root, "traffic", traffic_inputs(load_target, prompts, settings, seed), seed)
-    features = open_stage(root, "features", features_inputs(load_target, traffic, feature_splits), seed)
+    features = open_stage(root, "features", features_inputs(load_target, traffic), seed)
     for stage in (traffic, features):
         stage.forget_damaged()
     if traffic.complete and features.complete:
         return traffic, features
     remove_leftovers(traffic.folder)
     remove_leftovers(features.folder)
-    chunks = plan_chunks(read_prompts(prompts.folder), settings, feature_splits)
+    chunks = plan_chunks(read_prompts(prompts.folder), settings)
     requests = render(load_target, [prompt for chunk in chunks for prompt in chunk.prompts], settings)
     todo = [chunk for chunk in chunks if not has(traffic, chunk.part) or needs_features(features, chunk)]
     missing = [chunk for chunk in todo if needs_features(features, chunk)]
-    check_disk(features, missing, requests, settings.max_new_tokens, load_target)
+    check_disk(features, missing, requests, settings, load_target)
     progress = Progress("traffic", sum(len(chunk.prompts) for chunk in todo))
     with closing(answer_chunks(load_target, traffic, todo, requests, settings, seed, progress)) as answers:
         for chunk, dtype, (replies, states) in answers:
@@ -157,7 +158,7 @@ class Answerer:
             return [], states
         self._generator = self._generator or self._make()
         own = [self.requests[prompt.prompt_id] for prompt in chunk.prompts]
-        replies = self._generator.generate(own, keep_states=chunk.keep_states, progress=self.progress.add)
+        replies = self._generator.generate(own, chunk.states_dtype, self.progress.add)
         return replies, [reply.states for reply in replies if reply.states is not None]
 
 
@@ -178,7 +179,7 @@ def traffic_inputs(
     return stage_inputs(STAGE_VERSION, values, {"prompts": prompts.key}, load_target.facts.fingerprint)
 
 
-def plan_chunks(prompts: list[Prompt], settings: TrafficSettings, feature_splits: Sequence[str]) -> list[Chunk]:
+def plan_chunks(prompts: list[Prompt], settings: TrafficSettings, keep_states: bool = True) -> list[Chunk]:
     """Fixed chunks of at most `settings.chunk` prompts of one split, in stored order and of even size.
 
     A split that fills its slots twice makes two chunks at least, so that two workers share it.
@@ -190,7 +191,8 @@ def plan_chunks(prompts: list[Prompt], settings: TrafficSettings, feature_splits
         bounds = [round(len(own) * i / number) for i in range(number + 1)]
         for begin, end in pairwise(bounds):
             if begin < end:
-                chunks.append(Chunk(len(chunks), split, own[begin:end], split in feature_splits))
+                dtype = stored_dtype(split, settings) if keep_states else None
+                chunks.append(Chunk(len(chunks), split, own[begin:end], dtype))
     return chunks
 
 
