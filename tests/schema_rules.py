@@ -384,8 +384,8 @@ def traffic_violations(folder: Path) -> list[str]:
     return found
 
 
-def feature_violations(folder: Path) -> list[str]:
-    """Shards of packed states: types, shapes and offsets that fit."""
+def feature_violations(folder: Path, traffic: Path) -> list[str]:
+    """Shards of packed states: types, shapes and offsets that fit; held-out states are as exact as float32 replies."""
     found = []
     shards = sorted(folder.glob("shard-*.safetensors"))
     for shard in shards:
@@ -393,7 +393,11 @@ def feature_violations(folder: Path) -> list[str]:
             shape = {name: tensors.get_slice(name).get_shape() for name in ("taps", "final", "offsets")}
             kind = {name: tensors.get_slice(name).get_dtype() for name in ("taps", "final", "offsets")}
             offsets = tensors.get_tensor("offsets").tolist()
-            if kind != {"taps": "BF16", "final": "BF16", "offsets": "I64"}:
+            replies = parquet.read_table(
+                traffic / f"part-{shard.stem.removeprefix('shard-')}.parquet", columns=["split"]
+            )
+            states = "F32" if replies["split"][0].as_py() == "heldout" else "BF16"
+            if kind != {"taps": states, "final": states, "offsets": "I64"}:
                 found.append(f"{shard.name}: types {kind}")
             if not (shape["taps"][0] == shape["final"][0] == offsets[-1]) or offsets != sorted(offsets):
                 found.append(f"{shard.name}: shapes {shape} do not fit offsets that end at {offsets[-1]}")
@@ -413,7 +417,7 @@ def run_violations(run: Path) -> list[str]:
         if not (run / stage).is_symlink():
             found.append(f"{stage}: not a link")
         found += stage_violations(run / stage)
-    found += traffic_violations(run / "traffic") + feature_violations(run / "features")
+    found += traffic_violations(run / "traffic") + feature_violations(run / "features", run / "traffic")
     for checkpoint in sorted((run / "checkpoints").glob("step-*")):
         found += violations(read_strict(checkpoint / "head.json"), HEAD, f"{checkpoint.name}/head.json")
         if not (checkpoint / "head.safetensors").is_file() or not (checkpoint / "trainer").is_dir():
