@@ -149,8 +149,10 @@ def drafts_acceptance(
 
     Args:
         temperatures, law: as `acceptance_probabilities`.
-        max_position: slots the head can draft at, as `Drafter.max_position`; behind them nothing is drafted.
+        max_position: slots the head can draft at, as `Drafter.max_position`; behind them nothing is drafted. Default: the
+            head's own limit.
     """
+    max_position = head.max_position if max_position is None else max_position
     found: list[list[ReplyAcceptance]] = [[] for _ in temperatures]
     for batch in batches:
         pairs = acceptance_probabilities(head, batch, draft_length, temperatures, law)

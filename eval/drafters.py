@@ -140,7 +140,7 @@ class HeadDrafter:
     def __init__(self, head: Head, max_position: int | None = None, stop_below: float = 0.0) -> None:
         self.head, self.stop_below = head, stop_below
         self.name: str = head.kind
-        self.max_position = max_position
+        self.max_position = head.max_position if max_position is None else max_position
 
     def start(
         self, prompts: list[list[int]], first_tokens: list[int], states: States, max_length: int

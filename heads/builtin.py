@@ -17,8 +17,11 @@ BUILTIN_TARGETS: dict[str, Callable[[], Path]] = {
 HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
 
 
-def resolve_model(name: str) -> Path:
-    """Folder of the target called `name`: a folder, a built-in name (made on first use) or a hub id.
+def resolve_model(name: str, key: str = "target.model") -> Path:
+    """Folder of the model called `name`: a folder, a built-in name (made on first use) or a hub id.
+
+    Args:
+        key: the setting that holds the name, for messages.
 
     Raises:
         WrongInput: nothing of that name can be found; the message says what was tried.
@@ -29,9 +32,7 @@ def resolve_model(name: str) -> Path:
     if (folder / "config.json").is_file():
         return folder.resolve()
     if folder.exists():
-        raise WrongInput(
-            f"target.model: found {folder} without config.json, expected a folder written by transformers."
-        )
+        raise WrongInput(f"{key}: found {folder} without config.json, expected a folder written by transformers.")
     looks_like_path = name.startswith((".", "/", "~")) or name.count("/") != 1
     tried = [f"folder {folder.absolute()}: does not exist"]
     if not looks_like_path:
@@ -41,9 +42,9 @@ def resolve_model(name: str) -> Path:
             # huggingface_hub raises many unrelated types; every one of them means that the model is not at hand.
             tried.append(f"hub id {name}: {type(error).__name__}: {str(error).strip().splitlines()[0]}")
     nearest = difflib.get_close_matches(name, BUILTIN_TARGETS, n=1, cutoff=0.6)
-    meant = f"Did you mean target.model={nearest[0]}? " if nearest else ""
+    meant = f"Did you mean {key}={nearest[0]}? " if nearest else ""
     raise WrongInput(
-        f"target.model: found no model called {name!r}. Tried:\n  "
+        f"{key}: found no model called {name!r}. Tried:\n  "
         + "\n  ".join(tried)
         + f"\nBuilt in: {', '.join(sorted(BUILTIN_TARGETS))}. {meant}\n"
         "Otherwise give the folder of a transformers causal LM, or a hub id where the network reaches the hub."

@@ -59,6 +59,7 @@ def save_head(folder: Path, head: Head, step: int, extra: dict[str, Any] | None 
             "step": step,
             "settings": asdict(head.settings),
             "target": head.facts.to_dict(),
+            **({"base": head.base.to_dict()} if head.base else {}),
             "taps": head.taps,
             "draft_ids_sha256": hash_ids(head.draft_ids_V.cpu().numpy()),
             **(extra or {}),
@@ -82,6 +83,11 @@ def load_head(folder: Path, target: Any, check_fingerprint: bool = True) -> Head
     if hash_ids(draft_ids_V.numpy()) != description["draft_ids_sha256"]:
         raise WrongInput(f"{folder}: the vocabulary map in {WEIGHTS} is not the one {DESCRIPTION} names.")
     head = build_head(HEADS[description["kind"]](**description["settings"]), facts, draft_ids_V)
+    if head.base and (differing := _differing(TargetFacts.from_dict(description["base"]), head.base)):
+        raise WrongInput(
+            f"{folder}: trained with frozen tensors of {head.base.name!r}, which now differs in {', '.join(differing)}. "
+            "Put the model back as it was, or train again."
+        )
     expected = head.trained_tensors()
     missing, left_over = sorted(expected.keys() - tensors.keys()), sorted(tensors.keys() - expected.keys())
     misshapen = sorted(k for k in expected.keys() & tensors.keys() if expected[k].shape != tensors[k].shape)
@@ -125,13 +131,17 @@ def check_target(folder: Path, facts: TargetFacts) -> None:
         WrongInput: naming what differs; also as `read_description`.
     """
     trained = TargetFacts.from_dict(read_description(folder)["target"])
-    ours, theirs = trained.fingerprint, facts.fingerprint
-    differing = [k for k in sorted({*ours, *theirs}) if ours.get(k) != theirs.get(k)]
-    if differing:
+    if differing := _differing(trained, facts):
         raise WrongInput(
             f"{folder}: trained for target {trained.name!r}, but {facts.name!r} differs in {', '.join(differing)}. "
             "A head accepts well only on the target it was trained for: load that one, or train again."
         )
+
+
+def _differing(old: TargetFacts, new: TargetFacts) -> list[str]:
+    """Parts of the fingerprint that two models differ in."""
+    ours, theirs = old.fingerprint, new.fingerprint
+    return [k for k in sorted({*ours, *theirs}) if ours.get(k) != theirs.get(k)]
 
 
 def read_tensors(file: Path) -> dict[str, torch.Tensor]:
@@ -164,6 +174,8 @@ def checkpoint_identity(folder: Path) -> dict[str, Any]:
     """What a measurement speaks of: a saved head's weights, and the settings that say what they compute."""
     description = read_description(folder)
     meaning = {name: description[name] for name in ("kind", "settings", "taps", "draft_ids_sha256")}
+    if "base" in description:
+        meaning["base"] = description["base"]["fingerprint"]
     return {
         "kind": description["kind"],
         "step": description.get("step"),

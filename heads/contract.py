@@ -69,6 +69,8 @@ class Head(nn.Module, ABC):
     facts: TargetFacts
     taps: list[int]  # residual streams read from the target, ascending; none where `final` is read
     draft_ids_V: Tensor  # int64 [Vd], ascending target ids of the draft vocabulary
+    base: TargetFacts | None = None  # of the model that frozen tensors belong to, where that is not the target
+    max_position: int | None = None  # slots it can draft at; None: as many as the target has
     first_values: dict[str, str]  # where trained tensors were copied from, by name; others are random
 
     def __init__(self, settings: Any, facts: TargetFacts, draft_ids_V: Tensor) -> None:

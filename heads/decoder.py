@@ -40,6 +40,8 @@ class DecoderAttention(Attention):
 class DecoderLayer(Layer):
     """One decoder layer, of the widths and with the biases that `facts` name."""
 
+    input_layernorm: RMSNorm
+
     def __init__(self, facts: TargetFacts) -> None:
         super().__init__()
         self.self_attn = DecoderAttention(facts)
@@ -70,12 +72,16 @@ class Decoder(nn.Module):
         self.norm = RMSNorm(facts.hidden_size, facts.rms_norm_eps)
         self.rotary = Rotary(facts)
 
+    @property
+    def _stack(self) -> list[DecoderLayer]:
+        return list(self.layers)  # type: ignore[arg-type]
+
     def paths(self, hidden_TH: Tensor, position_T: Tensor, offsets: list[int]) -> Tensor:
         """Final states [T, H] of whole texts packed end to end, R + 1 boundaries in `offsets`; differentiable."""
         longest = max((end - begin for begin, end in pairwise(offsets)), default=1)
         cos_L, sin_L = self.rotary.tables(longest, hidden_TH.device)
         cos_TD, sin_TD = cos_L[position_T], sin_L[position_T]
-        for layer in self.layers:
+        for layer in self._stack:
             attention, x_TH = layer.self_attn, layer.input_layernorm(hidden_TH)
             key_TGD, value_TGD = attention.key_value(x_TH)
             query_TND = self.rotary(attention.query(x_TH), cos_TD, sin_TD)
@@ -107,7 +113,7 @@ class Decoder(nn.Module):
         cos_L, sin_L = self.rotary.tables(size, hidden_BWH.device)
         cos_BWD, sin_BWD = cos_L[position_BW], sin_L[position_BW]
         row_B1 = torch.arange(len(hidden_BWH), device=hidden_BWH.device)[:, None]
-        for layer, cache in zip(self.layers, caches, strict=True):
+        for layer, cache in zip(self._stack, caches, strict=True):
             attention, x_BWH = layer.self_attn, layer.input_layernorm(hidden_BWH)
             key_BWGD, value_BWGD = attention.key_value(x_BWH)
             cache.key_BGLD[row_B1, :, slot_BW] = self.rotary(key_BWGD, cos_BWD, sin_BWD)

@@ -12,7 +12,7 @@ for they are those of the text.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -21,9 +21,11 @@ from torch.nn import functional
 from headstart.heads.batch import Batch, supervised_pairs
 from headstart.heads.contract import Draft, Grow, Head, Rollout, Sampler, greedy
 from headstart.heads.decoder import Decoder, TextCache
+from headstart.heads.draft_base import check_tokens, open_base, read_base
 from headstart.heads.errors import WrongInput
 from headstart.heads.facts import TargetFacts
 from headstart.heads.layers import Projection, Rotary
+from headstart.heads.lora import adapt, is_adapter, merge, plain_name
 from headstart.heads.settings import DraftSettings
 from headstart.heads.target_facts import LLAMA_LIKE
 
@@ -61,45 +63,66 @@ class DraftModel(Head):
 
     def __init__(self, settings: DraftSettings, facts: TargetFacts, draft_ids_V: Tensor) -> None:
         super().__init__(settings, facts, draft_ids_V)
-        check_layers(settings, facts)
         self.taps: list[int] = []
-        self.layer_ids = settings.layers or default_layers(facts.num_layers)
-        self.model = Decoder(replace(facts, num_layers=len(self.layer_ids)))
-        self.lm_head = Projection(facts.hidden_size, len(draft_ids_V))
+        if settings.model:
+            self.base = open_base(settings.model).facts
+            self.max_position = self.base.max_position - 1  # the token drafted from lies one position behind its slot
+        form = self.base or facts
+        check_layers(settings, form)
+        self.layer_ids = settings.layers or default_layers(form.num_layers, whole=self.base is not None)
+        self.model = Decoder(replace(form, num_layers=len(self.layer_ids)))
+        self.lm_head = Projection(form.hidden_size, len(draft_ids_V))
         self.lm_head.requires_grad_(settings.train_output)
+        if settings.lora_rank:
+            adapt(self.model, settings.lora_rank)
         # The embedding is borrowed: frozen, never saved, found again through `load_target`.
-        self.register_buffer("embedding_VH", torch.empty(0, facts.hidden_size), persistent=False)
+        self.register_buffer("embedding_VH", torch.empty(0, form.hidden_size), persistent=False)
 
     @classmethod
     def check(cls, settings: DraftSettings, target: Any) -> None:
-        check_layers(settings, target.facts)
+        if not settings.model:
+            return check_layers(settings, target.facts)
+        base = open_base(settings.model)
+        check_layers(settings, base.facts)
+        check_tokens(base, target)
 
     # What a checkpoint does not hold
 
     @torch.no_grad()
     def load_target(self, target: Any, initialise: bool) -> None:
-        """See `Head.load_target`."""
-        self.embedding_VH = target.embedding_weight().detach()
+        source, whose = target, "target"
+        if self.base is not None:
+            base = open_base(self.settings.model)
+            check_tokens(base, target)
+            source, whose = read_base(base, target.device), "model"
+        self.embedding_VH = source.embedding_weight().detach()
+        self.first_values["embedding_VH"] = f"{whose}'s embedding"
         initialise = initialise and self.settings.init_from_target
         if initialise or not self.settings.train_output:
-            self.lm_head.weight.copy_(target.output_weight()[self.draft_ids_V.to(target.device)])
-            self.first_values["lm_head.weight"] = "target's output rows"
-        if initialise:
-            self._start_from(target)
+            self.lm_head.weight.copy_(source.output_weight()[self.draft_ids_V.to(source.device)])
+            self.first_values["lm_head.weight"] = f"{whose}'s output rows"
+        if initialise or self.settings.lora_rank:
+            self._start_from(source, whose)
 
-    def _start_from(self, target: Any) -> None:
+    def _start_from(self, source: Any, whose: str) -> None:
         """Copy the chosen layers and the final norm; every tensor of them has to be there under its name and shape."""
-        found = {"norm.weight": (target.final_norm_weight(), "target's final norm")}
-        for i, source in enumerate(self.layer_ids):
-            for name, tensor in target.layer(source).items():
-                found[f"layers.{i}.{name}"] = (tensor, f"target's layer {source}")
-        own = dict(self.model.named_parameters())
+        found = {"norm.weight": (source.final_norm_weight(), f"{whose}'s final norm")}
+        for i, layer in enumerate(self.layer_ids):
+            for name, tensor in source.layer(layer).items():
+                found[f"layers.{i}.{name}"] = (tensor, f"{whose}'s layer {layer}")
+        names = [name for name, _ in self.model.named_parameters() if not is_adapter(name)]
+        own = {plain_name(name): name for name in names}
         if unlike := sorted(own.keys() ^ found.keys()):
-            raise AssertionError(f"layers of {self.facts.name!r} have other tensors than its config says: {unlike}")
-        for name, parameter in own.items():
-            tensor, origin = found[name]
-            parameter.copy_(tensor)
+            raise AssertionError(f"layers of {source.facts.name!r} have other tensors than its config says: {unlike}")
+        for plain, name in own.items():
+            tensor, origin = found[plain]
+            self.model.get_parameter(name).copy_(tensor)
             self.first_values[f"model.{name}"] = origin
+
+    def pack(self) -> Self:
+        if self.settings.lora_rank:
+            merge(self.model)
+        return super().pack()
 
     # Shared by both methods
 
@@ -214,22 +237,23 @@ class DraftModel(Head):
         return self.model.feed(self.embed(token_BT), position_BT, position_BT, visible_BTL, state.caches)
 
 
-def default_layers(num_layers: int) -> list[int]:
-    """An eighth of the target's layers, at least two, spread evenly from the first to the last."""
-    number = min(max(num_layers // 8, 2), num_layers)
+def default_layers(num_layers: int, whole: bool = False) -> list[int]:
+    """All layers, or of a target an eighth, at least two, spread evenly from the first to the last."""
+    number = num_layers if whole else min(max(num_layers // 8, 2), num_layers)
     return [round(i * (num_layers - 1) / max(number - 1, 1)) for i in range(number)]
 
 
 def check_layers(settings: DraftSettings, facts: TargetFacts) -> None:
-    """Refuse a target whose layers a draft cannot be made of, and layers that it does not have.
+    """Refuse a model whose layers a draft cannot be made of, and layers that it does not have.
 
     Raises:
         WrongInput: either of them, or rotary positions that depend on the length of the text.
     """
     if not facts.llama_like:
         raise WrongInput(
-            f"head.kind: found draft, expected another kind for {facts.name!r}: its decoder layers are not of Llama's form "
-            f"(as those of {', '.join(LLAMA_LIKE)} are).\nheadstart ls heads shows the kinds."
+            f"head.{'model' if settings.model else 'kind'}: a draft cannot be made of {facts.name!r}: its decoder layers "
+            f"are not of Llama's form, as those of {', '.join(LLAMA_LIKE)} are.\n"
+            "Name such a model with the target's tokenizer in head.model, or choose another head.kind."
         )
     if wrong := [layer for layer in settings.layers if layer >= facts.num_layers]:
         raise WrongInput(

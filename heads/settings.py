@@ -141,17 +141,25 @@ class MLPSettings(SlotSettings):
 
 @dataclass(frozen=True)
 class DraftSettings(HeadSettings):
-    """Draft model (arXiv 2211.17192): a small language model that reads the text alone, cut from the target."""
+    """Draft model (arXiv 2211.17192): a small language model that reads the text alone, cut from the target or its own."""
 
     kind: Literal["draft"] = "draft"
     draft_vocab_size: Count = 0
     """Tokens the head can draft; 0, the default of this kind, means the target's whole vocabulary."""
+    model: PathText = ""
+    """Model it starts as: a built-in name, a folder, or a hub id, with the target's tokenizer. Empty: the target itself."""
     layers: list[Count] = field(default_factory=list)
-    """Decoder layers of the target that it starts as, ascending. Empty: an eighth of them, from the first to the last."""
+    """Decoder layers kept of that model, ascending. Empty: all, of the target an eighth from the first to the last."""
     train_output: bool = False
-    """Train an output layer of its own, which starts as the target's; false shares the target's, frozen."""
+    """Train an output layer of its own, which starts as the model's; false keeps the model's, frozen."""
+
+    lora_rank: Count = 0
+    """Rank of adapters trained beside the frozen layers (LoRA, arXiv 2106.09685); 0 trains the layers themselves."""
 
     def conflicts(self) -> Conflicts:
+        for name in ("model", "lora_rank"):
+            if (value := getattr(self, name)) and not self.init_from_target:
+                yield "init_from_target", f"found false with {name} = {value}, which is made of given weights: drop one"
         if self.layers != sorted(set(self.layers)):
             yield (
                 "layers",

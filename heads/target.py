@@ -267,12 +267,16 @@ class TargetLoader:
     Stages ask it for fingerprint, facts and taps to find out whether they have anything to do.
     """
 
-    def __init__(self, settings: TargetSettings, taps: list[int] | None = None) -> None:
-        """Raises WrongInput: no such model, files that cannot be read, a cache that cannot roll back, or no such taps."""
+    def __init__(self, settings: TargetSettings, taps: list[int] | None = None, key: str = "target.model") -> None:
+        """`key` is the setting that names the model, for messages.
+
+        Raises:
+            WrongInput: no such model, files that cannot be read, a cache that cannot roll back, or no such taps.
+        """
         from transformers import AutoConfig, AutoTokenizer
 
         self.settings = settings
-        self.folder = resolve_model(settings.model)
+        self.folder = resolve_model(settings.model, key)
         try:
             config = AutoConfig.from_pretrained(self.folder, trust_remote_code=False)
             check_supported(settings.model, config)

@@ -13,7 +13,7 @@ MORE = {
     "eagle3": [{"fc_norm": True, "norm_output": True}, {"taps": [0, 6], "intermediate_size": 40}],
     "medusa": [{"num_layers": 2, "own_output": True}],
     "hydra": [{"num_layers": 3}],
-    "draft": [{"layers": [0, 2, 5]}],
+    "draft": [{"layers": [0, 2, 5]}, {"lora_rank": 2}],
     "mtp": [{"num_modules": 5}, {"intermediate_size": 40}],
     "mlp": [{"inner_size": 24}, {"inner_size": 24, "tie_weights": False, "own_output": True}],
 }

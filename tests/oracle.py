@@ -204,6 +204,9 @@ def mlp_logits(head, final_SH: Tensor, next_tokens_S: Tensor, t: int, depth: int
 def draft_logits(head, token_N: Tensor, t: int, depth: int) -> Tensor:
     """The language model once over the whole text up to x_{t+depth}, every layer and position by itself."""
     w, eps, num_layers = head.state_dict(), head.facts.rms_norm_eps, len(head.model.layers)
+    for name in [name for name in w if ".base_layer." in name]:
+        stem = name.partition(".base_layer.")[0]
+        w[f"{stem}.weight"] = w[name] + w[f"{stem}.lora_B.default.weight"] @ w[f"{stem}.lora_A.default.weight"]
     attentions = [Attention(head, w, f"model.layers.{i}") for i in range(num_layers)]
     logits = []
     for position in range(t + 1 + depth):

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from headstart.heads.builtin import resolve_model
 from headstart.heads.errors import WrongInput
 from headstart.launch.check import check_recipe, skip_lines
 from headstart.launch.recipe import built_in_recipes, find_recipe, load_recipe
@@ -79,6 +80,20 @@ def test_a_kind_without_a_writer_is_trained_and_not_exported(recipe: Path) -> No
     assert "set it to []" in text
     overrides = [*medusa, "export.engines=[]"]
     check_recipe(load_recipe(recipe, overrides), recipe, overrides)
+
+
+def test_a_draft_model_that_is_not_there_or_speaks_otherwise_is_found_before(recipe: Path, tmp_path: Path) -> None:
+    draft = ["head.kind=draft", "export.engines=[]"]
+    text = problems_of(recipe, *draft, "head.model=nowhere/../x")
+    assert "head.model: found no model called 'nowhere/../x'" in text
+    other = tmp_path / "other"
+    shutil.copytree(resolve_model("tiny"), other)
+    for file in other.glob("token*.json"):
+        file.write_text(file.read_text(encoding="utf-8").replace("<|im_start|>", "<|turn|>"), encoding="utf-8")
+    text = problems_of(recipe, *draft, f"head.model={other}")
+    assert text.startswith("1 problem in")
+    assert "head.model: draft model" in text
+    assert "The first is 1: '<|im_start|>' for the target, '<|turn|>' for the draft" in text
 
 
 def test_a_draft_of_layers_that_the_target_lacks_is_found_before(recipe: Path) -> None:

@@ -78,6 +78,8 @@ class Job:
         loss = {f"train.loss.{k}": v for k, v in asdict(self.settings.loss).items()}
         head = {f"head.{k}": v for k, v in asdict(self.head.settings).items()}
         target = {f"target.{k}": v for k, v in self.head.facts.fingerprint.items()}
+        if self.head.base:
+            target |= {f"head.model.{k}": v for k, v in self.head.base.fingerprint.items()}
         return {
             **settings, **loss, **head, **target, "head.kind": self.head.kind, "train.dtype": str(self.precision.dtype),
             "eval.draft_length": self.draft_length, "draft_ids": hash_ids(self.head.draft_ids_V.cpu().numpy()),
