@@ -3,7 +3,7 @@
 The frozen target's weights are never part of it; `head.json` names the target by fingerprint instead.
 """
 
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from headstart.heads.contract import Head
+from headstart.heads.description import DESCRIPTION, HEAD_SCHEMA, WEIGHTS, read_description
 from headstart.heads.draft import DraftModel
 from headstart.heads.eagle1 import Eagle1
 from headstart.heads.eagle3 import Eagle3
@@ -22,11 +23,8 @@ from headstart.heads.medusa import Medusa
 from headstart.heads.mlp import MLP
 from headstart.heads.mtp import MTP
 from headstart.heads.settings import HEADS, HeadSettings
-from headstart.heads.store import atomic_path, hash_file, hash_json, read_json, write_json
+from headstart.heads.store import atomic_path, hash_file, hash_json, write_json
 from headstart.heads.vocabulary import hash_ids
-
-HEAD_SCHEMA = "headstart.head/1"
-WEIGHTS, DESCRIPTION = "head.safetensors", "head.json"
 
 # Every kind of head there is; `settings.HEADS` has their settings under the same names.
 KINDS: dict[str, type[Head]] = {
@@ -98,30 +96,6 @@ def load_head(folder: Path, target: Any, check_fingerprint: bool = True) -> Head
             parameter.copy_(tensors[name])
     head.load_target(target, initialise=False)
     return head
-
-
-def read_description(folder: Path) -> dict[str, Any]:
-    """head.json of a saved head.
-
-    Raises:
-        WrongInput: no head there, a damaged description, or one of an unknown kind or setting.
-    """
-    if not (folder / DESCRIPTION).exists() or not (folder / WEIGHTS).exists():
-        raise WrongInput(f"{folder}: found no head ({DESCRIPTION} and {WEIGHTS}). Give a run or a checkpoint folder.")
-    file = folder / DESCRIPTION
-    description: dict[str, Any] = read_json(file, HEAD_SCHEMA)
-    lacking = [name for name in ("kind", "settings", "target", "taps", "draft_ids_sha256") if name not in description]
-    if lacking:
-        raise WrongInput(f"{file}: found no {', '.join(lacking)}; it is damaged. Use another checkpoint of the run.")
-    if description["kind"] not in KINDS:
-        raise WrongInput(f"{folder}: head kind {description['kind']!r}; this version knows {', '.join(KINDS)}.")
-    known = {field.name for field in fields(HEADS[description["kind"]])}
-    if unknown := sorted(description["settings"].keys() - known):
-        raise WrongInput(
-            f"{file}: found the settings {', '.join(unknown)}, which a {description['kind']} head of this version has not: "
-            "it was edited, or trained by another version."
-        )
-    return description
 
 
 def check_target(folder: Path, facts: TargetFacts) -> None:

@@ -48,7 +48,7 @@ def write_eagle3(
         chosen = export_dtype(dtype, head)
         write_json(folder / "config.json", eagle3_config(head, engine, chosen))
         write_tensors(folder / "model.safetensors", eagle3_tensors(head, chosen))
-        served = read_eagle3(folder, engine, head.facts, head.embedding_VH)
+        served = read_eagle3(folder, engine, head.rotary.facts, head.embedding_VH)
         with rounded(head, DTYPES[chosen]):
             difference = chain_difference(head, served)
         if not difference <= TOLERANCE:
@@ -90,7 +90,8 @@ def unservable(settings: HeadSettings, facts: TargetFacts, taps: list[int], engi
         return []
     assert isinstance(settings, Eagle3Settings)  # the only kind with a writer
     problems = []
-    if facts.rope_parameters.get("partial_rotary_factor", 1.0) != 1.0:
+    rope = settings.rope_parameters(facts.rope_parameters)
+    if rope.get("partial_rotary_factor", 1.0) != 1.0:
         problems.append("rotary positions on a part of the head dimension are not supported")
     if engine == "sglang":
         if settings.norm_before_residual:
@@ -108,7 +109,7 @@ def unservable(settings: HeadSettings, facts: TargetFacts, taps: list[int], engi
             problems.append("norm_output = true is ignored")
         if taps[-1] == facts.num_layers:
             problems.append(f"tap {taps[-1]} (after the last layer) exists only for targets with next-token layers")
-        if facts.rope_parameters.get("rope_type", "default") == "yarn":
+        if rope.get("rope_type", "default") == "yarn":
             problems.append("yarn rotary positions are untried")
     return problems
 
@@ -135,7 +136,7 @@ def export_dtype(name: str, head: Eagle3) -> str:
 def eagle3_config(head: Eagle3, engine: str, dtype: str) -> dict[str, Any]:
     """The whole config.json: an allow-list, with every flag written out because engines differ in their defaults."""
     facts, settings, taps = head.facts, head.settings, list(head.taps)
-    rope = dict(facts.rope_parameters)
+    rope = dict(head.rotary.facts.rope_parameters)  # as trained, not as the target has it
     config: dict[str, Any] = {
         "architectures": ["LlamaForCausalLMEagle3"],
         "model_type": "llama",

@@ -104,7 +104,7 @@ class LayerHead(EmbeddingHead):
 
     def __init__(self, settings: Any, facts: TargetFacts, draft_ids_V: Tensor) -> None:
         super().__init__(settings, facts, draft_ids_V)
-        self.rotary = Rotary(facts)
+        self.rotary = Rotary(replace(facts, rope_parameters=settings.rope_parameters(facts.rope_parameters)))
 
     @property
     @abstractmethod

@@ -1,9 +1,9 @@
 """Settings of the target and of every head kind. No torch here: help and `check` answer at once."""
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
-from headstart.heads.rules import Conflicts, Count, PathText, Positive
+from headstart.heads.rules import Conflicts, Count, NonNegative, PathText, Positive
 
 
 @dataclass(frozen=True)
@@ -30,6 +30,8 @@ class HeadSettings:
     """Tokens the head can draft; 0 means the target's whole vocabulary."""
     init_from_target: bool = True
     """Start from the target's weights wherever the head has a place for them."""
+    init_from: PathText = ""
+    """Start from a trained head: a run, a checkpoint, or a published folder. Saved heads name it by its hash."""
 
     @property
     def asked_taps(self) -> list[int]:
@@ -51,16 +53,31 @@ class HeadSettings:
         """The setting that `max_depth` is read from."""
         return "num_heads"
 
+    def rope_parameters(self, of_target: dict[str, Any]) -> dict[str, Any]:
+        """The head's rotary positions, given the target's; transformers' form."""
+        return of_target
+
 
 @dataclass(frozen=True)
-class Eagle3Settings(HeadSettings):
+class LayerSettings(HeadSettings):
+    """What kinds of one decoder layer of our own share."""
+
+    intermediate_size: Count = 0
+    """Width of the head's MLP; 0 means the target's."""
+    rope_theta: NonNegative = 0.0
+    """Base of the head's own, unscaled rotary positions; 0 means the target's positions, which is right for new heads."""
+
+    def rope_parameters(self, of_target: dict[str, Any]) -> dict[str, Any]:
+        return {"rope_type": "default", "rope_theta": self.rope_theta} if self.rope_theta else of_target
+
+
+@dataclass(frozen=True)
+class Eagle3Settings(LayerSettings):
     """EAGLE-3 head (arXiv 2503.01840) and the flags of EAGLE 3.1 (arXiv 2605.09992): one layer that recycles its state."""
 
     kind: Literal["eagle3"] = "eagle3"
     taps: list[Count] = field(default_factory=list)
     """Residual streams read from the target, L = after L layers, ascending. Empty: [2, N // 2, N - 3], as served."""
-    intermediate_size: Count = 0
-    """Width of the head's MLP; 0 means the target's."""
     norm_before_residual: bool = False
     """Whether the residual branch carries the normed feature (true) or the raw one (false)."""
     fc_norm: bool = False
@@ -78,12 +95,10 @@ class Eagle3Settings(HeadSettings):
 
 
 @dataclass(frozen=True)
-class Eagle1Settings(HeadSettings):
+class Eagle1Settings(LayerSettings):
     """EAGLE head (arXiv 2401.15077): one layer that predicts the target's next final state."""
 
     kind: Literal["eagle1"] = "eagle1"
-    intermediate_size: Count = 0
-    """Width of the head's MLP; 0 means the target's."""
 
     @property
     def predicts_final(self) -> bool:

@@ -10,13 +10,16 @@ from headstart.heads.checkpoint import KINDS
 from headstart.heads.errors import WrongInput
 from headstart.heads.export import unservable, unwritten
 from headstart.heads.paths import Prompt
+from headstart.heads.start import Start
 from headstart.heads.target import TargetLoader
 from headstart.heads.target_facts import check_taps
 from headstart.heads.vocabulary import always_drafted
+from headstart.heads.warm_start import start_problems
 from headstart.launch.previous import previous_folder
 from headstart.launch.recipe import describe, place_of
 from headstart.launch.schema import Problem
 from headstart.launch.settings import Recipe
+from headstart.launch.start import find_start
 from headstart.trainer.prompts import PromptSet, gather
 
 T = TypeVar("T")
@@ -33,6 +36,8 @@ class Checked:
     prompts: PromptSet
     prompt_tokens: dict[str, int]
     """Length of every rendered prompt by id; empty where rendering was not asked for."""
+    start: Start | None = None
+    """The head that this one starts from."""
 
 
 def check_recipe(recipe: Recipe, path: Path, overrides: list[str], render: bool = True) -> Checked:
@@ -46,6 +51,8 @@ def check_recipe(recipe: Recipe, path: Path, overrides: list[str], render: bool 
     prompts = attempt(found, "prompts", lambda: gather(recipe.prompts, path.parent))
     attempt(found, "target.device", lambda: check_device(recipe.target.device))
     found += gate_problems(recipe)
+    root = Path(recipe.run.root).expanduser()
+    start = attempt(found, "head.init_from", lambda: recipe_start(recipe, root))
     lengths: dict[str, int] = {}
     if target is not None:
         taps = recipe.head.asked_taps or target.taps
@@ -53,14 +60,24 @@ def check_recipe(recipe: Recipe, path: Path, overrides: list[str], render: bool 
         target.taps = taps
         attempt(found, "head", lambda: KINDS[recipe.head.kind].check(recipe.head, target))
         found += target_problems(recipe, target)
-        facts, root = target.facts, Path(recipe.run.root).expanduser()
+        facts, folder = target.facts, target.folder
+        if start is not None:
+            attempt(found, "head.init_from", lambda: found.extend(start_problems(start, recipe.head, facts, folder)))
         attempt(found, "eval.previous", lambda: previous_folder(recipe.eval.previous, root, facts))
         if prompts is not None and render and target.tokenizer.chat_template:
             lengths = attempt(found, "prompts.sources", lambda: prompt_lengths(target, prompts.prompts)) or {}
             found += length_problems(recipe, prompts.prompts, lengths)
     if found or target is None or prompts is None:
         raise WrongInput(describe(path, [Problem(place_of(path, overrides, key), key, text) for key, text in found]))
-    return Checked(target, prompts, lengths)
+    return Checked(target, prompts, lengths, start)
+
+
+def recipe_start(recipe: Recipe, root: Path) -> Start | None:
+    """The head that a recipe starts from. Raises WrongInput: there is none, or it is a checkpoint of this very run."""
+    start = find_start(recipe.head.init_from, root)
+    if start is not None and start.folder.is_relative_to((root / recipe.run.name).resolve()):
+        raise WrongInput(f"found {start.folder}, a part of this run; give this run another name: run.name=NAME")
+    return start
 
 
 def attempt(found: Findings, key: str, read: Callable[[], T]) -> T | None:

@@ -17,6 +17,7 @@ from headstart.launch.threads import apply_threads, choose_threads
 
 if TYPE_CHECKING:
     from headstart.eval.prompt_sums import PromptSums
+    from headstart.heads.start import Start
 
 
 def check(recipe_text: str, overrides: list[str], dry_run: bool) -> None:
@@ -30,12 +31,15 @@ def check(recipe_text: str, overrides: list[str], dry_run: bool) -> None:
         run_folder(recipe).compare({"settings": training_settings(recipe)})
     checked = check_recipe(recipe, path, overrides)
     if dry_run:
+        run_folder(recipe).compare({"start": start_identity(checked.start)})
         from headstart.launch.plan import print_plan
 
         print(dump_recipe(recipe, f"resolved from {path.name}"), flush=True)
         print_plan(recipe, path, checked, threads)
     else:
         print("".join(f"{line}\n" for line in skip_lines(checked.prompts)), end="")
+        if (start := checked.start) is not None:
+            print(f"the head starts from the {start.layout} {start.folder} ({start.kind}, sha256 {start.sha256[:12]})")
         print(f"{path} is fine; next: headstart train {shlex.quote(recipe_text)}")
 
 
@@ -49,12 +53,16 @@ def train(recipe_text: str, overrides: list[str], fresh: bool) -> None:
     run = run_folder(recipe)
     if not fresh:
         run.compare({"settings": training_settings(recipe)})
-    check_recipe(recipe, path, overrides, render=False)  # the traffic stage measures the prompts it renders
+    # The traffic stage measures the prompts it renders.
+    start = check_recipe(recipe, path, overrides, render=False).start
+    claims = {"settings": training_settings(recipe), "start": start_identity(start)}
+    if not fresh:
+        run.compare(claims)
     if fresh and run.folder.exists():
         with locked(run.folder):
             print(f"the old run is now {run.set_aside()}")
     with opened(run):
-        run.claim({"settings": training_settings(recipe)})
+        run.claim(claims)
         comment = f"resolved from {path.name}"
         comment += f" with {' '.join(overrides)}" if overrides else ""
         run.write_recipe(dump_recipe(recipe, comment))
@@ -160,6 +168,7 @@ def training_settings(recipe: Recipe) -> dict[str, object]:
         "target.device",
         "prompts.sources",
         "prompts.heldout",
+        "head.init_from",
         "train.loss.chunk",
         "train.eval_every",
         "train.save_every",
@@ -173,6 +182,11 @@ def training_settings(recipe: Recipe) -> dict[str, object]:
         del section[leaf]
     sections_kept = ("target", "prompts", "traffic", "features", "head", "train")
     return {"run": {"seed": recipe.run.seed}, **{name: values[name] for name in sections_kept}}
+
+
+def start_identity(start: "Start | None") -> str | None:
+    """What a training started from, by content."""
+    return None if start is None else start.sha256
 
 
 def run_recipe(run: RunFolder, overrides: list[str]) -> Recipe:

@@ -87,6 +87,8 @@ def export_head(
         write_card(written, measured)
 
     write_eagle3(head, out, engine, export_settings.dtype, describe)
+    if (rope := head.rotary.facts.rope_parameters) != head.facts.rope_parameters:
+        print(f"note: rotary positions are written as trained, {rope}; the target's are {head.facts.rope_parameters}")
     state = "UNTESTED head" if untested else "head"
     print(f"{state} for {engine}: {out} (its README.md has the command that serves it)")
     return out
@@ -111,7 +113,7 @@ def serves(folder: Path, engine: str, head: Eagle3) -> bool:
     """Whether an engine would read this folder as trained."""
     try:
         refuse_unservable(head, engine)
-        read_eagle3(folder, engine, head.facts, head.embedding_VH)
+        read_eagle3(folder, engine, head.rotary.facts, head.embedding_VH)
     except WrongInput:
         return False
     return True

@@ -45,12 +45,15 @@ def derived(recipe: Recipe, checked: Checked) -> list[Row]:
     recipe_says = "as the recipe says"
     device_reason = "no accelerator here" if device.type == "cpu" else "the first accelerator"
     target_precision = choose_precision(recipe.target.dtype, device)
+    start = checked.start
+    begins = [] if start is None else [("starts from", start.layout, f"{start.folder}, sha256 {start.sha256[:12]}")]
     return [
         ("target", recipe.target.model, f"{facts.num_layers} layers, width {facts.hidden_size}, {target.folder}"),
         ("device", str(device), device_reason if recipe.target.device == "auto" else recipe_says),
         ("target.dtype", target_precision.name, target_precision.reason),
         ("taps", str(target.taps), recipe_says if recipe.head.asked_taps else "2, N // 2, N - 3: what engines read"),
         ("draft vocabulary", f"{vocabulary:,}", f"{vocabulary / facts.num_tokens:.0%} of {facts.num_tokens:,} tokens"),
+        *begins,
         ("train.dtype", precision.name, precision.reason),
         (
             "training tokens",

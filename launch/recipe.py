@@ -19,6 +19,7 @@ from headstart.heads.errors import WrongInput
 from headstart.heads.store import atomic_path
 from headstart.launch.schema import Builder, Found, Problem, nearest
 from headstart.launch.settings import Recipe
+from headstart.launch.start import with_start
 
 FIRST_LINE = '_: r"""   # launch line 1 of 2 (the last line is the other): keep both, they let Python run this file'
 LAST_LINE = '# """; from headstart.launch import main; main(__file__, __name__)'
@@ -63,6 +64,7 @@ def load_recipe(path: Path, overrides: list[str] | tuple[str, ...] = ()) -> Reci
     found = read_yaml(path, problems)
     for text in overrides:
         found = override(found, text, problems)
+    found = with_start(found, path.parent, problems)
     builder = Builder(Recipe, path.parent)
     recipe = builder.section(Recipe, found)
     problems += builder.problems

@@ -4,7 +4,7 @@ Each stage reads one folder and writes one. What its key says is complete is reu
 """
 
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from headstart.heads.errors import GateFailed
 from headstart.heads.features import FeatureReader
 from headstart.heads.paths import Path as ReplyPath
 from headstart.heads.paths import read_paths
+from headstart.heads.start import Start
 from headstart.heads.store import (
     MANIFEST,
     MANIFEST_SCHEMA,
@@ -36,10 +37,12 @@ from headstart.heads.store import (
 )
 from headstart.heads.target import Target, TargetLoader, choose_device
 from headstart.heads.vocabulary import choose_draft_vocabulary, coverage
+from headstart.heads.warm_start import take_over
 from headstart.launch.export_gate import checkpoint_folder, export_head
 from headstart.launch.previous import previous_folder
 from headstart.launch.run import RunFolder, locked
 from headstart.launch.settings import Recipe
+from headstart.launch.start import find_start
 from headstart.trainer.data import EvaluationRows, TrainingRows
 from headstart.trainer.heldout_traffic import at_temperature, heldout_inputs, make_heldout_traffic
 from headstart.trainer.loop import train
@@ -130,7 +133,7 @@ def run_head(recipe: Recipe, run: RunFolder, targets: TargetLoader, traffic: Sta
     target = targets()
     paths = list(read_paths(traffic.folder, "train"))
     reader = FeatureReader(features.folder)
-    head = new_head(recipe, target, paths)
+    head = new_head(recipe, target, paths, find_start(recipe.head.init_from, run.root))
     rows = TrainingRows(paths, reader, recipe.train.batch_tokens, recipe.run.seed)
     validation = EvaluationRows(list(read_paths(traffic.folder, "validation")), reader, recipe.train.batch_tokens)
     train(
@@ -147,20 +150,27 @@ def run_head(recipe: Recipe, run: RunFolder, targets: TargetLoader, traffic: Sta
     )
 
 
-def new_head(recipe: Recipe, target: Target, paths: Sequence[ReplyPath]) -> Head:
-    """A head with its draft vocabulary chosen on the training replies and its first weights taken from the target."""
+def new_head(recipe: Recipe, target: Target, paths: Sequence[ReplyPath], start: Start | None = None) -> Head:
+    """A head whose vocabulary and first weights come from the training replies and the target, or from another head."""
     counts_V = np.zeros(target.facts.vocab_size, dtype=np.int64)
     for path in paths:
         np.add.at(counts_V, path.token_N[path.generated_N], 1)
-    draft_ids_V = choose_draft_vocabulary(counts_V, recipe.head.draft_vocab_size, target.facts)
+    if start is not None and start.draft_ids_V is not None:
+        draft_ids_V, chosen = start.draft_ids_V, f", as in {start.folder},"
+    else:
+        draft_ids_V, chosen = choose_draft_vocabulary(counts_V, recipe.head.draft_vocab_size, target.facts), ""
     print(
-        f"draft vocabulary: {len(draft_ids_V):,} of {target.facts.num_tokens:,} tokens hold "
+        f"draft vocabulary: {len(draft_ids_V):,} of {target.facts.num_tokens:,} tokens{chosen} hold "
         f"{coverage(counts_V, draft_ids_V):.2%} of {counts_V.sum():,} generated training tokens"
     )
     torch.manual_seed(recipe.run.seed)
-    head = build_head(recipe.head, target.facts, torch.from_numpy(draft_ids_V))
+    # What a head started from is told by content: folders move.
+    settings = recipe.head if start is None else replace(recipe.head, init_from=start.sha256)
+    head = build_head(settings, target.facts, torch.from_numpy(draft_ids_V))
     head.to(target.device)
     head.load_target(target, initialise=True)
+    if start is not None:
+        take_over(head, start)
     return head
 
 

@@ -10,7 +10,7 @@ from headstart.heads.settings import HEADS
 
 # Variants that are not one switch turned over.
 MORE = {
-    "eagle3": [{"fc_norm": True, "norm_output": True}, {"taps": [0, 6], "intermediate_size": 40}],
+    "eagle3": [{"fc_norm": True, "norm_output": True}, {"taps": [0, 6], "intermediate_size": 40, "rope_theta": 500.0}],
     "medusa": [{"num_layers": 2, "own_output": True}],
     "hydra": [{"num_layers": 3}],
     "draft": [{"layers": [0, 2, 5]}, {"lora_rank": 2}],

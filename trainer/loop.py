@@ -136,7 +136,10 @@ def train(
             progress = Progress()
             size = rehearse(checkpoints, head, job.optimizer, job.identity)
             print(f"a checkpoint takes {size / 1e6:,.1f} MB; saving and loading one works")
-            tracker.log(metrics.write(0, 0, measure(head, validation, job.draft_length)))
+            first = measure(head, validation, job.draft_length)
+            tracker.log(metrics.write(0, 0, first))
+            if head.settings.init_from and progress.note_best(first["accept_len"]):
+                keep(job, checkpoints, progress, improved=True)  # a trained head is the one to beat
         pace = Pace(progress.step, settings.num_steps)
         while progress.step < settings.num_steps:
             step, began = progress.step + 1, time.perf_counter()
@@ -260,7 +263,7 @@ def keep(job: Job, checkpoints: Path, progress: Progress, improved: bool) -> Non
     Until an accept_len is measured, the newest checkpoint is the best.
     """
     checkpoint = save_checkpoint(checkpoints, job.head, job.optimizer, progress, job.identity)
-    if improved or not progress.best_step or pointed(checkpoints, "best") is None:
+    if improved or not progress.best_accept_len or pointed(checkpoints, "best") is None:
         point(checkpoints, "best", checkpoint)
     point(checkpoints, "last", checkpoint)
     prune(checkpoints, job.settings.keep)

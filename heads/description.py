@@ -1,0 +1,36 @@
+"""What a saved head says of itself in head.json; no torch, no tensor is read."""
+
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from headstart.heads.errors import WrongInput
+from headstart.heads.settings import HEADS
+from headstart.heads.store import read_json
+
+HEAD_SCHEMA = "headstart.head/1"
+WEIGHTS, DESCRIPTION = "head.safetensors", "head.json"
+
+
+def read_description(folder: Path) -> dict[str, Any]:
+    """head.json of a saved head.
+
+    Raises:
+        WrongInput: no head there, a damaged description, or one of an unknown kind or setting.
+    """
+    if not (folder / DESCRIPTION).exists() or not (folder / WEIGHTS).exists():
+        raise WrongInput(f"{folder}: found no head ({DESCRIPTION} and {WEIGHTS}). Give a run or a checkpoint folder.")
+    file = folder / DESCRIPTION
+    description: dict[str, Any] = read_json(file, HEAD_SCHEMA)
+    lacking = [name for name in ("kind", "settings", "target", "taps", "draft_ids_sha256") if name not in description]
+    if lacking:
+        raise WrongInput(f"{file}: found no {', '.join(lacking)}; it is damaged. Use another checkpoint of the run.")
+    if description["kind"] not in HEADS:
+        raise WrongInput(f"{folder}: head kind {description['kind']!r}; this version knows {', '.join(HEADS)}.")
+    known = {field.name for field in fields(HEADS[description["kind"]])}
+    if unknown := sorted(description["settings"].keys() - known):
+        raise WrongInput(
+            f"{file}: found the settings {', '.join(unknown)}, which a {description['kind']} head of this version has not: "
+            "it was edited, or trained by another version."
+        )
+    return description
