@@ -36,7 +36,7 @@ class Attention:
 
     def __init__(self, head, w: dict[str, Tensor], prefix: str) -> None:
         self.facts, self.w, self.prefix = head.facts, w, prefix
-        self.theta = head.settings.rope_theta or head.facts.rope_parameters["rope_theta"]
+        self.theta = head.settings.rope_parameters(head.facts.rope_parameters)["rope_theta"]
         self.keys: list[Tensor] = []
         self.values: list[Tensor] = []
 

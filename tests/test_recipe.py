@@ -59,7 +59,7 @@ BAD_RECIPES = [
     (
         "head:\n  kind: mlp\n  taps: [1]\n  intermediate_size: 8\ntrain: {depth: 4}",
         [
-            "mine.yaml:3: head.taps: a key of eagle3 only; expected one of kind, draft_vocab_size, init_from_target, init_from, num_",
+            "mine.yaml:3: head.taps: a key of eagle3 only; expected one of kind, draft_vocab_size, init_from_target, ",
             "mine.yaml:4: head.intermediate_size: a key of eagle3, eagle1, mtp only; did you mean head.inner_size?",
         ],
     ),

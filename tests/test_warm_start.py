@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from headstart.heads.batch import pack
-from headstart.heads.checkpoint import KINDS, save_head
+from headstart.heads.checkpoint import save_head
 from headstart.heads.errors import WrongInput
 from headstart.heads.export import write_eagle3
 from headstart.heads.published import read_start
@@ -22,13 +22,13 @@ from headstart.launch.run import RunFolder
 from headstart.launch.stages import new_head
 from headstart.trainer.checkpoint import pointed
 from headstart.trainer.metrics import METRICS, read_metrics
-from tests.kinds import make_settings, random_head, rollout_logits
+from tests.kinds import FORMS, make_settings, random_head, rollout_logits
 from tests.small_decoding import make_path, make_prompts
 from tests.small_training import SETTINGS, make_head, run
 
 IDS = torch.tensor([0, 1, 2, *range(40, 300, 3)])
 PLACES = ("the old songs", "a blue atlas", "your notes", "the second book", "this list", "our game")
-every_kind = pytest.mark.parametrize("kind", KINDS)
+every_kind = pytest.mark.parametrize("kind", FORMS)
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +81,7 @@ def test_a_saved_head_of_every_kind_goes_on_with_its_own_settings(kind, tiny_tar
     (tmp_path / "old").mkdir()
     save_head(tmp_path / "old", head, step=7)
     again = started(tmp_path / "old", tiny_target, tmp_path)
-    assert again.kind == kind
+    assert again.kind == head.kind
     assert replace(again.settings, init_from="") == replace(head.settings, init_from="")
     assert_same_logits(again, head, batch)
     start = read_start(tmp_path / "old")
