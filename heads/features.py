@@ -5,6 +5,7 @@ replies: acceptance is exact only on the states that the target really had.
 """
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,21 +21,32 @@ METADATA = "headstart"
 
 
 class FeatureReader:
-    """Features of a stage folder by prompt id, without loading them: tensors are views of the mapped files."""
+    """Features of a stage folder by prompt id, without loading them: tensors are views of the mapped files.
 
-    def __init__(self, folder: Path) -> None:
+    Args:
+        taps: those that are read, ascending; default: all that the stage holds.
+
+    Raises:
+        WrongInput: no finished stage, or one without these taps.
+    """
+
+    def __init__(self, folder: Path, taps: Sequence[int] | None = None) -> None:
         self.folder = folder
+        self._columns: list[slice] = []
         self._taps: list[Tensor] = []
         self._final: list[Tensor] = []
         self._place: dict[str, tuple[int, int, int]] = {}
         stage = finished_stage(folder)
-        self.taps: list[int] = stage.manifest["inputs"]["settings"]["taps"]
+        stored: list[int] = stage.manifest["inputs"]["settings"]["taps"]
+        self.taps = stored if taps is None else list(taps)
         for shard, name in enumerate(sorted(stage.outputs)):
             with safe_open(folder / name, framework="pt") as file:
                 metadata = read_metadata(file.metadata())
                 self._taps.append(file.get_tensor("taps"))
                 self._final.append(file.get_tensor("final"))
                 offsets = file.get_tensor("offsets").tolist()
+            if self.taps != stored:
+                self._columns = self._choose(stored, self._final[-1].shape[1])
             for row, prompt_id in enumerate(metadata["prompt_ids"]):
                 self._place[prompt_id] = (shard, offsets[row], offsets[row + 1])
 
@@ -59,7 +71,19 @@ class FeatureReader:
                 "Run the traffic and features stages again: headstart train RECIPE"
             )
         shard, begin, end = place
-        return self._taps[shard][begin:end], self._final[shard][begin:end]
+        taps_SF = self._taps[shard][begin:end]
+        if self._columns:
+            taps_SF = torch.cat([taps_SF[:, columns] for columns in self._columns], dim=1)
+        return taps_SF, self._final[shard][begin:end]
+
+    def _choose(self, stored: list[int], width: int) -> list[slice]:
+        """Columns of the taps that are read."""
+        if missing := sorted({*self.taps} - {*stored}):
+            raise WrongInput(
+                f"{self.folder}: found the taps {stored}, expected {missing} among them.\n"
+                "Run the traffic and features stages again: headstart train RECIPE"
+            )
+        return [slice(place * width, (place + 1) * width) for place in map(stored.index, self.taps)]
 
 
 def write_metadata(prompt_ids: list[str], taps: list[int], key: str) -> dict[str, str]:

@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -24,6 +24,7 @@ from headstart.heads.errors import WrongInput
 
 MANIFEST = "manifest.json"
 MANIFEST_SCHEMA = "headstart.manifest/1"
+STAGES = ".stages"
 
 
 @contextmanager
@@ -130,6 +131,8 @@ class Stage:
 
     folder: Path
     manifest: dict[str, Any]
+    since: float = field(default_factory=time.perf_counter)
+    """When what is not yet in `made_by.seconds` began: the time of a killed process counts as far as it committed."""
 
     @property
     def key(self) -> str:
@@ -170,6 +173,10 @@ class Stage:
         self._write()
 
     def _write(self) -> None:
+        now = time.perf_counter()
+        made_by = self.manifest["made_by"]
+        made_by["seconds"] = made_by.get("seconds", 0.0) + now - self.since
+        self.since = now
         write_json(self.folder / MANIFEST, self.manifest)
 
 
@@ -215,7 +222,7 @@ def stage_inputs(
 
 
 def stage_folder(root: Path, stage: str, key: str) -> Path:
-    return root / ".stages" / f"{stage}-{key[:12]}"
+    return root / STAGES / f"{stage}-{key[:12]}"
 
 
 def open_stage(root: Path, stage: str, inputs: dict[str, Any], seed: int) -> Stage:
@@ -255,6 +262,7 @@ def new_stage(folder: Path, stage: str, inputs: dict[str, Any], seed: int) -> St
             "seed": seed,
             "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
             "finished": None,
+            "seconds": 0.0,
         },
     }
     stage_ = Stage(folder, manifest)

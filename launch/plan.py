@@ -11,7 +11,7 @@ from headstart.launch.commands import run_folder
 from headstart.launch.run import RunFolder
 from headstart.launch.settings import Recipe
 from headstart.trainer.checkpoint import pointed
-from headstart.trainer.features import features_inputs, gigabytes, most_bytes
+from headstart.trainer.features import features_inputs, find_features, gigabytes, most_bytes
 from headstart.trainer.prompts import prompt_inputs
 from headstart.trainer.traffic import traffic_inputs
 
@@ -67,11 +67,10 @@ def stages(recipe: Recipe, path: Path, checked: Checked, run: RunFolder) -> list
     """Each stage with its key, and whether it is reused, continued or run."""
     prompts = unopened(prompt_inputs(recipe.prompts, path.parent, recipe.run.seed, checked.target))
     traffic = unopened(traffic_inputs(checked.target, prompts, recipe.traffic, recipe.run.seed))
-    features = unopened(features_inputs(checked.target, traffic))
-    rows = [
-        stage_row(run.root, name, stage)
-        for name, stage in (("prompts", prompts), ("traffic", traffic), ("features", features))
-    ]
+    features = features_inputs(checked.target, traffic)
+    folders = [stage_folder(run.root, name, stage.key) for name, stage in (("prompts", prompts), ("traffic", traffic))]
+    folders.append(find_features(run.root, features) or stage_folder(run.root, "features", hash_json(features)))
+    rows = [stage_row(folder) for folder in folders]
     last = pointed(run.checkpoints, "last")
     step = int(last.name.removeprefix("step-")) if last else 0
     state = "runs" if not step else f"continues from step {step:,}" if step < recipe.train.num_steps else "done"
@@ -88,13 +87,13 @@ def unopened(inputs: dict) -> Stage:
     return Stage(Path(), {"key": hash_json(inputs)})
 
 
-def stage_row(root: Path, name: str, stage: Stage) -> Row:
-    manifest = stage_folder(root, name, stage.key) / MANIFEST
-    if not manifest.exists():
-        return name, stage.key[:12], "runs"
-    found = read_json(manifest, MANIFEST_SCHEMA)
+def stage_row(folder: Path) -> Row:
+    name, _, key = folder.name.partition("-")
+    if not (folder / MANIFEST).exists():
+        return name, key, "runs"
+    found = read_json(folder / MANIFEST, MANIFEST_SCHEMA)
     state = "reused" if found["state"] == "complete" else f"continues, {len(found['outputs'])} files are there"
-    return name, stage.key[:12], state
+    return name, key, state
 
 
 def disk(recipe: Recipe, checked: Checked, run: RunFolder) -> list[Row]:

@@ -44,10 +44,11 @@ from headstart.launch.run import RunFolder, locked
 from headstart.launch.settings import Recipe
 from headstart.launch.start import find_start
 from headstart.trainer.data import EvaluationRows, TrainingRows
+from headstart.trainer.features import features_inputs
 from headstart.trainer.heldout_traffic import at_temperature, heldout_inputs, make_heldout_traffic
 from headstart.trainer.loop import train
 from headstart.trainer.prompts import make_prompts, read_prompts
-from headstart.trainer.traffic import make_traffic, traffic_inputs
+from headstart.trainer.traffic import FEATURE_SPLITS, make_traffic, traffic_inputs
 
 EVAL_VERSION = 1
 
@@ -111,7 +112,9 @@ def run_traffic(recipe: Recipe, recipe_path: Path, run: RunFolder, targets: Targ
     shared = stage_folder(run.root, "traffic", hash_json(traffic_inputs(targets, prompts, recipe.traffic, seed)))
     with locked(shared, wait_for="it is answering the same prompts"):
         traffic, features = make_traffic(targets, prompts, recipe.traffic, run.root, seed)
-    run.claim({"traffic": traffic.key, "features": features.key})
+    # The features a head asks for, whichever stage serves them: one that holds more taps trains the same head.
+    asked = hash_json(features_inputs(targets, traffic, FEATURE_SPLITS))
+    run.claim({"traffic": traffic.key, "features": asked})
     run.link("traffic", traffic.folder)
     run.link("features", features.folder)
     return traffic, features
@@ -132,7 +135,7 @@ def run_head(recipe: Recipe, run: RunFolder, targets: TargetLoader, traffic: Sta
     """Train the head on what the target said, or finish a training that was interrupted."""
     target = targets()
     paths = list(read_paths(traffic.folder, "train"))
-    reader = FeatureReader(features.folder)
+    reader = FeatureReader(features.folder, targets.taps)
     head = new_head(recipe, target, paths, find_start(recipe.head.init_from, run.root))
     rows = TrainingRows(paths, reader, recipe.train.batch_tokens, recipe.run.seed)
     validation = EvaluationRows(list(read_paths(traffic.folder, "validation")), reader, recipe.train.batch_tokens)
@@ -181,9 +184,9 @@ def run_measurements(recipe: Recipe, run: RunFolder, targets: TargetLoader) -> N
         print(f"eval: measured already; headstart eval {run.name} measures again")
         print(summary(read_evals(run.eval), recipe.eval.draft_length))
         return
+    stage = new_stage(run.eval, "eval", inputs, recipe.run.seed)
     measure_head(recipe, run, targets)
     files = sorted(file.name for file in run.eval.glob("*.json") if file.name != MANIFEST)
-    stage = new_stage(run.eval, "eval", inputs, recipe.run.seed)
     for name in files:
         stage.record(name, rows=1)
     stage.finish()

@@ -207,6 +207,7 @@ MANIFEST = {
         "seed": int,
         "started": str,
         "finished": TEXT_OR_NULL,
+        "seconds": NUMBER,
     },
 }
 OUTPUT = {"sha256": str, "bytes": int, "rows": (int, NULL)}
@@ -343,6 +344,7 @@ def metrics_violations(path: Path) -> list[str]:
             found += violations(
                 line, {"accept_len": NUMBER, "accept_len_low": NUMBER_OR_NULL, "accept_len_high": NUMBER_OR_NULL}, where
             )
+            found += violations(line, {"validation/seconds": NUMBER}, where)
     return found
 
 

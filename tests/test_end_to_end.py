@@ -248,7 +248,7 @@ def contents(run: Path) -> dict[str, Any]:
     files += run.glob("checkpoints/step-000040/head.safetensors")
     found: dict[str, Any] = {str(p.relative_to(run)): hashlib.sha256(p.read_bytes()).hexdigest() for p in sorted(files)}
     found |= {name: read_text(run / "checkpoints" / name) for name in ("best", "last")}
-    clock = ("time", "train/tokens_per_s")
+    clock = ("time", "train/tokens_per_s", "validation/seconds")
     lines = read_metrics(run / "metrics.jsonl")
     found["metrics"] = [{key: value for key, value in line.items() if key not in clock} for line in lines]
     return found

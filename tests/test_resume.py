@@ -37,7 +37,7 @@ class StopsAt(TrainingRows):
 def comparable(folder):
     """Lines of metrics.jsonl without what a clock decides."""
     return [
-        {k: v for k, v in line.items() if k not in ("time", "train/tokens_per_s")}
+        {k: v for k, v in line.items() if k not in ("time", "train/tokens_per_s", "validation/seconds")}
         for line in read_metrics(folder / METRICS)
     ]
 

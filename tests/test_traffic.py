@@ -162,6 +162,23 @@ def test_features_of_other_taps_are_read_from_recorded_traffic(tmp_path):
         torch.testing.assert_close(reader.get(path.prompt_id)[0], states.taps.bfloat16(), atol=1e-2, rtol=1e-2)
 
 
+def test_features_that_hold_more_taps_serve(tmp_path):
+    """Taps of several heads are stored once; each head reads its own, as if nothing else were there."""
+    stage = prompts_stage(tmp_path, some_prompts(10, ("train", "validation")))
+    _, features = make_traffic(TargetLoader(TINY, [0, 1, 4]), stage, SETTINGS, tmp_path)
+    loader = TargetLoader(TINY, [0, 4])
+    loader._load = None  # type: ignore[assignment,method-assign]
+    traffic, found = make_traffic(loader, stage, SETTINGS, tmp_path)
+    assert found.folder == features.folder
+    whole, own = FeatureReader(found.folder), FeatureReader(found.folder, [0, 4])
+    for path in read_paths(traffic.folder):
+        (all_SF, final_SH), (taps_SF, same_SH) = whole.get(path.prompt_id), own.get(path.prompt_id)
+        assert torch.equal(taps_SF, torch.cat([all_SF[:, :64], all_SF[:, 128:]], 1))
+        assert torch.equal(final_SH, same_SH)
+    with pytest.raises(WrongInput, match=r"found the taps \[0, 1, 4\], expected \[2\] among them"):
+        FeatureReader(found.folder, [0, 2])
+
+
 def test_the_number_of_workers_changes_nothing(tmp_path):
     prompts = some_prompts(30, ("train", "validation"))
     stages = []

@@ -2,6 +2,7 @@
 
 import shutil
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,7 +12,18 @@ from headstart.heads.errors import WrongInput
 from headstart.heads.features import write_metadata
 from headstart.heads.paths import SPLITS
 from headstart.heads.precision import DTYPES
-from headstart.heads.store import Stage, atomic_path, stage_inputs
+from headstart.heads.store import (
+    MANIFEST,
+    MANIFEST_SCHEMA,
+    STAGES,
+    Stage,
+    atomic_path,
+    hash_json,
+    open_stage,
+    read_json,
+    stage_folder,
+    stage_inputs,
+)
 from headstart.heads.target import States, TargetLoader
 from headstart.trainer.generation import Request
 from headstart.trainer.settings import TrafficSettings
@@ -26,6 +38,29 @@ def features_inputs(load_target: TargetLoader, traffic: Stage) -> dict[str, Any]
     """Everything that changes the features."""
     settings = {"taps": load_target.taps}
     return stage_inputs(STAGE_VERSION, settings, {"traffic": traffic.key}, load_target.facts.fingerprint)
+
+
+def find_features(root: Path, inputs: dict[str, Any]) -> Path | None:
+    """Folder of the features of these inputs: their own, begun or finished, else a finished one that holds more taps."""
+    own = stage_folder(root, "features", hash_json(inputs))
+    if (own / MANIFEST).exists():
+        return own
+    for manifest in sorted((root / STAGES).glob(f"features-*/{MANIFEST}")):
+        stage = Stage(manifest.parent, read_json(manifest, MANIFEST_SCHEMA))
+        held = stage.manifest["inputs"]
+        wanted = {**inputs, "settings": {**inputs["settings"], "taps": held["settings"]["taps"]}}
+        more = {*inputs["settings"]["taps"]} < {*held["settings"]["taps"]}
+        if more and held == wanted and stage.complete and not stage.damaged():
+            return stage.folder
+    return None
+
+
+def open_features(root: Path, inputs: dict[str, Any], seed: int) -> Stage:
+    """Open the stage of these inputs, or the finished one that serves them (`find_features`)."""
+    found = find_features(root, inputs)
+    if found is None or found == stage_folder(root, "features", hash_json(inputs)):
+        return open_stage(root, "features", inputs, seed)
+    return Stage(found, read_json(found / MANIFEST, MANIFEST_SCHEMA))
 
 
 def shard_name(number: int) -> str:

@@ -211,6 +211,7 @@ def accumulate_gradients(job: Job, step: int) -> PairSums:
 
 def measure(head: Head, validation: EvaluationRows, draft_length: int) -> dict[str, Any]:
     """Greedy acceptance on the validation paths (exact: eval.acceptance), under the keys of metrics.jsonl."""
+    began = time.perf_counter()
     counts = offline_acceptance(head, (batch.to(head.device) for batch in validation), draft_length)
     row = acceptance_row(counts, source="offline", drafter=head.kind, draft_length=draft_length)
     values = {f"acceptance/position_{k}": found["value"] for k, found in enumerate(row["conditional"])}
@@ -221,6 +222,7 @@ def measure(head: Head, validation: EvaluationRows, draft_length: int) -> dict[s
         chosen = [c for c in counts if c.route == route]
         steps = sum(c.num_steps for c in chosen)
         values[f"accept_len/route/{route}"] = sum(c.num_tokens for c in chosen) / steps if steps else None
+    values["validation/seconds"] = time.perf_counter() - began
     return values
 
 

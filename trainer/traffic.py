@@ -26,6 +26,7 @@ from headstart.trainer.features import (
     finish,
     has,
     needs_features,
+    open_features,
     stored_dtype,
     write_shard,
 )
@@ -74,9 +75,11 @@ def make_traffic(
         WrongInput: prompts that are too long (before anything runs), or features that do not fit on the disk.
     """
     traffic = open_stage(root, "traffic", traffic_inputs(load_target, prompts, settings, seed), seed)
-    features = open_stage(root, "features", features_inputs(load_target, traffic), seed)
-    for stage in (traffic, features):
-        stage.forget_damaged()
+    traffic.forget_damaged()
+    inputs = features_inputs(load_target, traffic)
+    # Features of more taps serve where nothing is added to them: replies that are missing bring states of these taps only.
+    features = open_features(root, inputs, seed) if traffic.complete else open_stage(root, "features", inputs, seed)
+    features.forget_damaged()
     if traffic.complete and features.complete:
         return traffic, features
     remove_leftovers(traffic.folder)
