@@ -3,6 +3,7 @@
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -16,10 +17,11 @@ from headstart.heads.target_facts import check_taps
 from headstart.heads.vocabulary import always_drafted
 from headstart.heads.warm_start import start_problems
 from headstart.launch.previous import previous_folder
-from headstart.launch.recipe import describe, place_of
+from headstart.launch.recipe import VARIANTS, describe, place_of
 from headstart.launch.schema import Problem
 from headstart.launch.settings import Recipe
 from headstart.launch.start import find_start
+from headstart.launch.variants import Loaded, stored_taps
 from headstart.trainer.prompts import PromptSet, gather
 
 T = TypeVar("T")
@@ -36,40 +38,51 @@ class Checked:
     prompts: PromptSet
     prompt_tokens: dict[str, int]
     """Length of every rendered prompt by id; empty where rendering was not asked for."""
-    start: Start | None = None
-    """The head that this one starts from."""
+    starts: dict[str, Start]
+    """The heads that heads start from, by variant; the only head has no name."""
+
+    @property
+    def start(self) -> Start | None:
+        return self.starts.get("")
 
 
 def check_recipe(recipe: Recipe, path: Path, overrides: list[str], render: bool = True) -> Checked:
-    """Check everything that can be known without weights; `render` also measures every prompt.
+    """`check_loaded` of a recipe for one head."""
+    return check_loaded(Loaded(recipe), path, overrides, render)
+
+
+def check_loaded(loaded: Loaded, path: Path, overrides: list[str], render: bool = True) -> Checked:
+    """Check everything that can be known without weights, of every variant; `render` also measures every prompt.
 
     Raises:
         WrongInput: with every problem found, each with its place in the recipe.
     """
+    recipe = loaded.shared
     found: Findings = []
     target = attempt(found, "target.model", lambda: TargetLoader(recipe.target))
     prompts = attempt(found, "prompts", lambda: gather(recipe.prompts, path.parent))
     attempt(found, "target.device", lambda: check_device(recipe.target.device))
-    found += gate_problems(recipe)
     root = Path(recipe.run.root).expanduser()
-    start = attempt(found, "head.init_from", lambda: recipe_start(recipe, root))
+    starts: dict[str, Start] = {}
+    for name, own in loaded.recipes.items():
+        problems = gate_problems(own)
+        start = attempt(problems, "head.init_from", partial(recipe_start, own, root))
+        starts |= {} if start is None else {name: start}
+        found += in_variant(name, problems)
     lengths: dict[str, int] = {}
     if target is not None:
-        taps = recipe.head.asked_taps or target.taps
-        attempt(found, "head.taps", lambda: check_taps(recipe.target.model, taps, target.facts.num_layers))
-        target.taps = taps
-        attempt(found, "head", lambda: KINDS[recipe.head.kind].check(recipe.head, target))
         found += target_problems(recipe, target)
-        facts, folder = target.facts, target.folder
-        if start is not None:
-            attempt(found, "head.init_from", lambda: found.extend(start_problems(start, recipe.head, facts, folder)))
+        for name, own in loaded.recipes.items():
+            found += in_variant(name, head_problems(own, target, starts.get(name)))
+        target.taps = stored_taps(loaded.recipes.values(), target.taps)
+        facts = target.facts
         attempt(found, "eval.previous", lambda: previous_folder(recipe.eval.previous, root, facts))
         if prompts is not None and render and target.tokenizer.chat_template:
             lengths = attempt(found, "prompts.sources", lambda: prompt_lengths(target, prompts.prompts)) or {}
             found += length_problems(recipe, prompts.prompts, lengths)
     if found or target is None or prompts is None:
         raise WrongInput(describe(path, [Problem(place_of(path, overrides, key), key, text) for key, text in found]))
-    return Checked(target, prompts, lengths, start)
+    return Checked(target, prompts, lengths, starts)
 
 
 def recipe_start(recipe: Recipe, root: Path) -> Start | None:
@@ -78,6 +91,11 @@ def recipe_start(recipe: Recipe, root: Path) -> Start | None:
     if start is not None and start.folder.is_relative_to((root / recipe.run.name).resolve()):
         raise WrongInput(f"found {start.folder}, a part of this run; give this run another name: run.name=NAME")
     return start
+
+
+def in_variant(name: str, found: Findings) -> Findings:
+    """Findings under the keys of a variant; of a recipe for one head as they are."""
+    return [(f"{VARIANTS}.{name}.{key}" if name else key, text) for key, text in found]
 
 
 def attempt(found: Findings, key: str, read: Callable[[], T]) -> T | None:
@@ -104,9 +122,27 @@ def check_device(name: str) -> None:
 
 
 def target_problems(recipe: Recipe, target: TargetLoader) -> Findings:
-    """Settings that do not fit this target."""
+    """Settings of prompts and traffic that do not fit this target."""
     found = []
     facts = target.facts
+    if not target.tokenizer.chat_template:
+        text = f"{target.folder} has a tokenizer without chat template, which chat prompts need"
+        text += "; put a chat_template.jinja beside it or choose an instruction-tuned target"
+        found.append(("target.model", text))
+    longest = recipe.traffic.max_prompt_tokens + recipe.traffic.max_new_tokens
+    if longest > facts.max_position:
+        text = f"prompt and reply may take {longest} tokens, but the target's context is {facts.max_position}"
+        text += f"; expected at most {facts.max_position - recipe.traffic.max_new_tokens}"
+        found.append(("traffic.max_prompt_tokens", text))
+    return found
+
+
+def head_problems(recipe: Recipe, target: TargetLoader, start: Start | None) -> Findings:
+    """Settings of a head that do not fit this target, or the head that it starts from."""
+    found: Findings = []
+    facts, taps = target.facts, recipe.head.asked_taps or target.taps
+    attempt(found, "head.taps", lambda: check_taps(recipe.target.model, taps, facts.num_layers))
+    attempt(found, "head", lambda: KINDS[recipe.head.kind].check(recipe.head, target))
     if recipe.head.draft_vocab_size > facts.num_tokens:
         text = f"found {recipe.head.draft_vocab_size}, but the target's tokenizer has {facts.num_tokens} tokens"
         found.append(("head.draft_vocab_size", f"{text}; 0 takes them all"))
@@ -117,17 +153,11 @@ def target_problems(recipe: Recipe, target: TargetLoader) -> Findings:
     for engine in recipe.export.engines:
         if missing := unwritten(recipe.head.kind, engine):
             found.append(("export.engines", f"{engine}: {missing}; set it to []"))
-        problems = unservable(recipe.head, facts, target.taps, engine)
+        problems = unservable(recipe.head, facts, taps, engine)
         found += [("export.engines", f"{engine} would not serve this head: {problem}") for problem in problems]
-    if not target.tokenizer.chat_template:
-        text = f"{target.folder} has a tokenizer without chat template, which chat prompts need"
-        text += "; put a chat_template.jinja beside it or choose an instruction-tuned target"
-        found.append(("target.model", text))
-    longest = recipe.traffic.max_prompt_tokens + recipe.traffic.max_new_tokens
-    if longest > facts.max_position:
-        text = f"prompt and reply may take {longest} tokens, but the target's context is {facts.max_position}"
-        text += f"; expected at most {facts.max_position - recipe.traffic.max_new_tokens}"
-        found.append(("traffic.max_prompt_tokens", text))
+    if start is not None:
+        folder = target.folder
+        attempt(found, "head.init_from", lambda: found.extend(start_problems(start, recipe.head, facts, folder)))
     return found
 
 

@@ -2,7 +2,7 @@
 
 import dataclasses
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,6 +14,7 @@ from headstart.launch.recipe import dump_recipe, find_recipe, load_recipe
 from headstart.launch.run import RunFolder, exported_checkpoint, find_run, locked
 from headstart.launch.settings import Recipe
 from headstart.launch.threads import apply_threads, choose_threads
+from headstart.launch.variants import OWN, Loaded, dump, load
 
 if TYPE_CHECKING:
     from headstart.eval.prompt_sums import PromptSums
@@ -23,53 +24,73 @@ if TYPE_CHECKING:
 def check(recipe_text: str, overrides: list[str], dry_run: bool) -> None:
     """Check a recipe against its target and prompts; with `dry_run` also print what training it would do."""
     path = find_recipe(recipe_text)
-    recipe = load_recipe(path, overrides)
-    threads = ready_process(recipe)
-    from headstart.launch.check import check_recipe, skip_lines
+    loaded = load(path, overrides)
+    threads = ready_process(loaded.shared)
+    from headstart.launch.check import check_loaded, skip_lines
 
     if dry_run:
-        run_folder(recipe).compare({"settings": training_settings(recipe)})
-    checked = check_recipe(recipe, path, overrides)
+        compare_claims(loaded)
+    checked = check_loaded(loaded, path, overrides)
     if dry_run:
-        run_folder(recipe).compare({"start": start_identity(checked.start)})
+        compare_claims(loaded, checked.starts)
         from headstart.launch.plan import print_plan
 
-        print(dump_recipe(recipe, f"resolved from {path.name}"), flush=True)
-        print_plan(recipe, path, checked, threads)
+        print(dump(loaded, f"resolved from {path.name}"), flush=True)
+        print_plan(loaded, path, checked, threads)
     else:
         print("".join(f"{line}\n" for line in skip_lines(checked.prompts)), end="")
-        if (start := checked.start) is not None:
-            print(f"the head starts from the {start.layout} {start.folder} ({start.kind}, sha256 {start.sha256[:12]})")
+        for name, start in checked.starts.items():
+            head = name or "the head"
+            print(f"{head} starts from the {start.layout} {start.folder} ({start.kind}, sha256 {start.sha256[:12]})")
         print(f"{path} is fine; next: headstart train {shlex.quote(recipe_text)}")
 
 
 def train(recipe_text: str, overrides: list[str], fresh: bool) -> None:
-    """Run every stage of a recipe in its run folder."""
+    """Run every stage of a recipe in its run folder; of a bake-off, what its variants share and then each of them."""
     path = find_recipe(recipe_text)
-    recipe = load_recipe(path, overrides)
-    threads = ready_process(recipe)
-    from headstart.launch.check import check_recipe
+    loaded = load(path, overrides)
+    threads = ready_process(loaded.shared)
+    from headstart.launch.check import check_loaded
 
-    run = run_folder(recipe)
     if not fresh:
-        run.compare({"settings": training_settings(recipe)})
+        compare_claims(loaded)
     # The traffic stage measures the prompts it renders.
-    start = check_recipe(recipe, path, overrides, render=False).start
-    claims = {"settings": training_settings(recipe), "start": start_identity(start)}
+    starts = check_loaded(loaded, path, overrides, render=False).starts
     if not fresh:
-        run.compare(claims)
-    if fresh and run.folder.exists():
-        with locked(run.folder):
-            print(f"the old run is now {run.set_aside()}")
+        compare_claims(loaded, starts)
+    for recipe in (loaded.shared, *loaded.variants.values()) if fresh else ():
+        if (run := run_folder(recipe)).folder.exists():
+            with locked(run.folder):
+                print(f"the old run is now {run.set_aside()}")
+    comment = f"resolved from {path.name}"
+    comment += f" with {' '.join(overrides)}" if overrides else ""
+    if loaded.variants:
+        from headstart.launch.bakeoff import train_variants
+
+        train_variants(loaded, path, starts, comment, threads)
+    else:
+        train_head(loaded.shared, path, starts.get(""), comment, threads)
+
+
+def train_head(recipe: Recipe, path: Path, start: "Start | None", comment: str, threads: str) -> None:
+    """Run every stage of a recipe for one head in its run folder."""
+    run = run_folder(recipe)
     with opened(run):
-        run.claim(claims)
-        comment = f"resolved from {path.name}"
-        comment += f" with {' '.join(overrides)}" if overrides else ""
+        run.claim({"settings": training_settings(recipe), "start": start_identity(start)})
         run.write_recipe(dump_recipe(recipe, comment))
         print(f"run {run.folder}\nthreads: {threads}")
         from headstart.launch.stages import run_train
 
         run_train(recipe, path, run)
+
+
+def compare_claims(loaded: Loaded, starts: "Mapping[str, Start] | None" = None) -> None:
+    """Refuse run names that belong to other trainings; `starts` are the heads that variants go on from, once known."""
+    for name, recipe in loaded.recipes.items():
+        start = {} if starts is None else {"start": start_identity(starts.get(name))}
+        run_folder(recipe).compare({"settings": training_settings(recipe), **start})
+    if loaded.variants:
+        run_folder(loaded.shared).compare({"settings": shared_settings(loaded.shared)})
 
 
 def evaluate(run_text: str, checkpoint: str, overrides: list[str], parts: list[str], temperatures: list[float]) -> None:
@@ -182,6 +203,11 @@ def training_settings(recipe: Recipe) -> dict[str, object]:
         del section[leaf]
     sections_kept = ("target", "prompts", "traffic", "features", "head", "train")
     return {"run": {"seed": recipe.run.seed}, **{name: values[name] for name in sections_kept}}
+
+
+def shared_settings(recipe: Recipe) -> dict[str, object]:
+    """The training settings that all variants of a bake-off have."""
+    return {name: value for name, value in training_settings(recipe).items() if name not in OWN}
 
 
 def start_identity(start: "Start | None") -> str | None:

@@ -19,6 +19,7 @@ from headstart.launch.run import run_folders
 from headstart.launch.schema import bare, keys
 from headstart.launch.settings import Recipe
 from headstart.launch.threads import usable_cores
+from headstart.launch.variants import load
 
 
 def show(what: str, root: Path) -> None:
@@ -56,11 +57,23 @@ def plain(value: Any, found: type) -> Any:
 
 def runs(root: Path) -> Iterator[list[str]]:
     for folder in run_folders(root):
+        if variants := variants_of(folder):
+            measured = sum((root / f"{folder.name}-{name}" / "eval" / "acceptance.json").exists() for name in variants)
+            yield [folder.name, f"bake-off, {measured} of {len(variants)} measured", ", ".join(variants)]
+            continue
         checkpoints = sorted((folder / "checkpoints").glob("step-*"))
         state = "exported" if any((folder / "export").glob("*/config.json")) else None
         state = state or ("measured" if (folder / "eval" / "acceptance.json").exists() else None)
         state = state or (f"{checkpoints[-1].name}{of_steps(folder)}" if checkpoints else "started")
         yield [folder.name, state, headline(folder)]
+
+
+def variants_of(folder: Path) -> list[str]:
+    """Names of the variants of a bake-off; empty for a run of one head."""
+    try:
+        return list(load(folder / "recipe.yaml").variants)
+    except WrongInput:
+        return []
 
 
 def of_steps(folder: Path) -> str:

@@ -24,6 +24,7 @@ from headstart.launch.start import with_start
 FIRST_LINE = '_: r"""   # launch line 1 of 2 (the last line is the other): keep both, they let Python run this file'
 LAST_LINE = '# """; from headstart.launch import main; main(__file__, __name__)'
 LAUNCH_KEY = "_"
+VARIANTS = "variants"  # the key of recipes for several heads (`launch/variants.py`)
 
 
 def built_in_recipes() -> dict[str, Path]:
@@ -55,13 +56,20 @@ def find_recipe(text: str) -> Path:
 
 
 def load_recipe(path: Path, overrides: list[str] | tuple[str, ...] = ()) -> Recipe:
-    """Read and check a recipe; `overrides` are `key=value` with dotted keys and YAML values.
+    """Read and check a recipe of one head; `overrides` are `key=value` with dotted keys and YAML values.
 
     Raises:
-        WrongInput: with every problem, each with its place, dotted path and the nearest valid key.
+        WrongInput: with every problem, each with its place, dotted path and the nearest valid key; or a recipe of several
+            heads.
     """
     problems: list[Problem] = []
     found = read_yaml(path, problems)
+    if isinstance(found.value, dict) and VARIANTS in found.value:
+        names = found.value[VARIANTS].value
+        raise WrongInput(
+            f"{path} is a bake-off ({', '.join(names) if isinstance(names, dict) else 'of no variants'}), expected a "
+            "recipe or run of one head.\nEach variant has a run of its own, RUN-VARIANT: `headstart ls runs` lists them."
+        )
     for text in overrides:
         found = override(found, text, problems)
     found = with_start(found, path.parent, problems)
@@ -216,6 +224,11 @@ RecipeDumper.add_representer(list, RecipeDumper.represent_list)
 
 def dump_recipe(recipe: Recipe, comment: str) -> str:
     """The resolved recipe as a file that runs by itself, every setting written out."""
-    body = yaml.dump(dataclasses.asdict(recipe), Dumper=RecipeDumper, sort_keys=False, allow_unicode=True, width=110)
+    return dump_values(dataclasses.asdict(recipe), comment)
+
+
+def dump_values(values: dict[str, Any], comment: str) -> str:
+    """Nested settings as a recipe file with its launch lines."""
+    body = yaml.dump(values, Dumper=RecipeDumper, sort_keys=False, allow_unicode=True, width=110)
     comments = "".join(f"# {line}\n" for line in [*comment.splitlines(), f"headstart {__version__}"])
     return f"{comments}{FIRST_LINE}\n{body}{LAST_LINE}\n"

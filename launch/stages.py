@@ -43,12 +43,13 @@ from headstart.launch.previous import previous_folder
 from headstart.launch.run import RunFolder, locked
 from headstart.launch.settings import Recipe
 from headstart.launch.start import find_start
+from headstart.launch.variants import Loaded, stored_taps
 from headstart.trainer.data import EvaluationRows, TrainingRows
 from headstart.trainer.features import features_inputs
 from headstart.trainer.heldout_traffic import at_temperature, heldout_inputs, make_heldout_traffic
 from headstart.trainer.loop import train
 from headstart.trainer.prompts import make_prompts, read_prompts
-from headstart.trainer.traffic import FEATURE_SPLITS, make_traffic, traffic_inputs
+from headstart.trainer.traffic import make_traffic, traffic_inputs
 
 EVAL_VERSION = 1
 
@@ -65,6 +66,13 @@ def run_train(recipe: Recipe, recipe_path: Path, run: RunFolder) -> None:
     if not recipe.export.engines:
         print("export.engines is empty: nothing was written for an engine")
     print(f"report: {run.folder / 'report.md'}")
+
+
+def run_shared(loaded: Loaded, recipe_path: Path, run: RunFolder) -> None:
+    """Prompts, replies and features of all variants: one target pass, whose states hold the taps that any of them reads."""
+    targets = TargetLoader(loaded.shared.target)
+    targets.taps = stored_taps(loaded.recipes.values(), targets.taps)
+    run_traffic(loaded.shared, recipe_path, run, targets)
 
 
 def target_loader(recipe: Recipe) -> TargetLoader:
@@ -113,7 +121,7 @@ def run_traffic(recipe: Recipe, recipe_path: Path, run: RunFolder, targets: Targ
     with locked(shared, wait_for="it is answering the same prompts"):
         traffic, features = make_traffic(targets, prompts, recipe.traffic, run.root, seed)
     # The features a head asks for, whichever stage serves them: one that holds more taps trains the same head.
-    asked = hash_json(features_inputs(targets, traffic, FEATURE_SPLITS))
+    asked = hash_json(features_inputs(targets, traffic))
     run.claim({"traffic": traffic.key, "features": asked})
     run.link("traffic", traffic.folder)
     run.link("features", features.folder)
@@ -184,6 +192,7 @@ def run_measurements(recipe: Recipe, run: RunFolder, targets: TargetLoader) -> N
         print(f"eval: measured already; headstart eval {run.name} measures again")
         print(summary(read_evals(run.eval), recipe.eval.draft_length))
         return
+    run.eval.mkdir(exist_ok=True)
     stage = new_stage(run.eval, "eval", inputs, recipe.run.seed)
     measure_head(recipe, run, targets)
     files = sorted(file.name for file in run.eval.glob("*.json") if file.name != MANIFEST)
@@ -225,7 +234,9 @@ def measure_head(
         recipe.eval,
         run.eval,
         parts=parts,
-        features=FeatureReader(features) if (features / MANIFEST).exists() else None,  # a moved run may be without
+        features=FeatureReader(features, targets.taps)
+        if (features / MANIFEST).exists()
+        else None,  # a moved run may be without
         previous=previous_folder(recipe.eval.previous, run.root, targets.facts),
         routes=sorted({prompt.route for prompt in read_prompts(run.folder / "prompts")}),
         max_new_tokens=recipe.traffic.max_new_tokens,
