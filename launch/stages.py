@@ -226,7 +226,8 @@ def measure_head(
     others: Sequence[Sequence[ReplyPath]] = (),
 ) -> dict[str, Any]:
     """The eval stage on the held-out replies, which nothing before has read."""
-    features = run.folder / "features"
+    features = run.folder / "features"  # a moved run may be without
+    stored = FeatureReader(features, targets.taps) if (features / MANIFEST).exists() else None
     return evaluate(
         targets,
         checkpoint_folder(run.folder, checkpoint),
@@ -234,9 +235,7 @@ def measure_head(
         recipe.eval,
         run.eval,
         parts=parts,
-        features=FeatureReader(features, targets.taps)
-        if (features / MANIFEST).exists()
-        else None,  # a moved run may be without
+        features=stored,
         previous=previous_folder(recipe.eval.previous, run.root, targets.facts),
         routes=sorted({prompt.route for prompt in read_prompts(run.folder / "prompts")}),
         max_new_tokens=recipe.traffic.max_new_tokens,
