@@ -24,7 +24,7 @@ from headstart.eval.statistics import (
     relative_width,
     resampling_weights,
 )
-from headstart.eval.summary import table
+from headstart.eval.tables import table
 from headstart.heads.intervals import interval_text
 from headstart.launch.commands import measured_head
 

@@ -69,7 +69,7 @@ class Bench:
 
     def report(self, threads: str) -> None:
         """The table of all temperatures, and the ratios."""
-        from headstart.eval.summary import table
+        from headstart.eval.tables import table
 
         header = ["temperature", "drafts", "source", "accept_len [95 %]", "s / prompt", "uniform starts"]
         header += ["product of marginals", "live / offline", "states read anew", "live against offline"]
@@ -176,7 +176,7 @@ class Bench:
     def lines(self, temperature: float, draft: str, offline: Cell, live: Cell) -> list[list[str]]:
         from headstart.eval.acceptance import accept_len_interval, customary_estimates
         from headstart.eval.statistics import relative_width
-        from headstart.eval.summary import number_text
+        from headstart.eval.tables import number_text
         from headstart.heads.intervals import interval_text
 
         cells = {"offline": offline, "live": live}

@@ -7,7 +7,7 @@ made from the same per-prompt sums (`PromptCounts`), offline and live alike.
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -17,7 +17,7 @@ from headstart.eval.early_stop import confidence
 from headstart.eval.statistics import Interval, interval, mean_interval, ratio, ratio_interval, resampling_weights
 from headstart.eval.target_law import TargetLaw, emitted_logprobs
 from headstart.heads.batch import Batch
-from headstart.heads.contract import Head
+from headstart.heads.contract import Head, Rollout
 from headstart.heads.tree import Tree
 
 PROJECTION_CHUNK = 512  # pairs projected to the draft vocabulary at a time
@@ -64,10 +64,22 @@ class PairAcceptance(NamedTuple):
     confidence_SD: Tensor  # float64, largest probability of the law that the draft is made from
     rank_SD: Tensor  # int64, draft tokens before the recorded one, by logit (of equals the smaller id); Vd outside
 
+    @classmethod
+    def empty(cls, rollout: Rollout, num_ids: int) -> Self:
+        """Nothing accepted anywhere."""
+        zero_SD = torch.zeros(rollout.valid_SD.shape, dtype=torch.float64, device=rollout.valid_SD.device)
+        rank_SD = torch.full_like(zero_SD, num_ids, dtype=torch.int64)
+        return cls(zero_SD, rollout.start_S, rollout.valid_SD, zero_SD.clone(), rank_SD)
+
 
 @torch.no_grad()
 def acceptance_probabilities(
-    head: Head, batch: Batch, draft_length: int, temperatures: Sequence[float] = (0.0,), law: TargetLaw | None = None
+    head: Head,
+    batch: Batch,
+    draft_length: int,
+    temperatures: Sequence[float] = (0.0,),
+    law: TargetLaw | None = None,
+    vocabularies: Sequence[Tensor] = (),
 ) -> list[PairAcceptance]:
     """r_{t,j} = P(draft j of start t is accepted | the recorded token is emitted), for every pair serving can meet.
 
@@ -81,9 +93,11 @@ def acceptance_probabilities(
         temperatures: of the drafts, all from one rollout; 0 drafts greedily.
         law: what the paths were drawn by; it gives p for a temperature above 0, and refuses paths of another setting at
             any. None takes the recorded log-probabilities, which are p for paths sampled at temperature 1, unfiltered.
+        vocabularies: ascending subsets of the head's own draft vocabulary, from the same rollout: q of a head whose output
+            layer has been cut to their rows.
 
     Returns:
-        One result for each temperature; D = draft_length.
+        One result for each temperature: of the head's own vocabulary, then of each of `vocabularies`. D = draft_length.
 
     Raises:
         WrongInput: paths recorded at another sampling setting.
@@ -93,34 +107,43 @@ def acceptance_probabilities(
     logp_T = emitted_logprobs(batch, law) if any(temperatures) else torch.zeros_like(batch.next_logprob_T)
     rollout = head.rollout(batch, draft_length)
     start_S, valid_SD = rollout.start_S, rollout.valid_SD
+    found = [
+        PairAcceptance.empty(rollout, len(ids_W)) for ids_W in (head.draft_ids_V, *vocabularies) for _ in temperatures
+    ]
+    columns = [None, *(torch.searchsorted(head.draft_ids_V, ids_W) for ids_W in vocabularies)]
     pair_P2 = valid_SD.nonzero()
-    label_slot_P = start_S[pair_P2[:, 0]] + 1 + pair_P2[:, 1]
-    label_P = batch.next_token_T[label_slot_P]
-    num_ids, device = len(head.draft_ids_V), valid_SD.device
-    accept_QSD = torch.zeros(len(temperatures), *valid_SD.shape, dtype=torch.float64, device=device)
-    confidence_QSD = torch.zeros_like(accept_QSD)
-    rank_SD = torch.full(valid_SD.shape, num_ids, device=device)
-    index_V = torch.arange(num_ids, device=device)
     for begin in range(0, len(pair_P2), PROJECTION_CHUNK):
-        chunk = slice(begin, begin + PROJECTION_CHUNK)
-        s_C, j_C = pair_P2[chunk].unbind(1)
+        s_C, j_C = pair_P2[begin : begin + PROJECTION_CHUNK].unbind(1)
+        label_slot_C = start_S[s_C] + 1 + j_C
         logits_CV = head.logits(rollout.state_SDH[s_C, j_C], j_C).float()
-        index_C1 = torch.searchsorted(head.draft_ids_V, label_P[chunk]).clamp_max(num_ids - 1)[:, None]
-        known_C = head.draft_ids_V[index_C1].squeeze(1) == label_P[chunk]
-        logit_C1 = logits_CV.gather(1, index_C1)
-        rank_C = ((logits_CV > logit_C1) | ((logits_CV == logit_C1) & (index_V < index_C1))).sum(-1)
-        rank_SD[s_C, j_C] = torch.where(known_C, rank_C, num_ids)
-        for i, temperature in enumerate(temperatures):
-            if temperature == 0:
-                accept_C = rank_SD[s_C, j_C] == 0
-            else:
-                logq_C = torch.log_softmax(logits_CV / temperature, dim=-1).gather(1, index_C1).squeeze(1)
-                log_ratio_C = (logq_C.double() - logp_T[label_slot_P[chunk]]).clamp_max(0)
-                accept_C = torch.where(known_C, log_ratio_C.exp(), 0.0)
-            accept_QSD[i, s_C, j_C] = accept_C.double()
-            confidence_QSD[i, s_C, j_C] = confidence(logits_CV, temperature or 1.0).double()
-    pairs = zip(accept_QSD, confidence_QSD, strict=True)
-    return [PairAcceptance(accept_SD, start_S, valid_SD, confidence_SD, rank_SD) for accept_SD, confidence_SD in pairs]
+        results = iter(found)
+        for column_W in columns:
+            ids_W = head.draft_ids_V if column_W is None else head.draft_ids_V[column_W]
+            logits_CW = logits_CV if column_W is None else logits_CV[:, column_W]
+            rank_C, index_C1 = ranks(logits_CW, ids_W, batch.next_token_T[label_slot_C])
+            for temperature in temperatures:
+                pairs = next(results)
+                pairs.rank_SD[s_C, j_C] = rank_C
+                pairs.confidence_SD[s_C, j_C] = confidence(logits_CW, temperature or 1.0).double()
+                if temperature == 0:
+                    pairs.accept_SD[s_C, j_C] = (rank_C == 0).double()
+                else:
+                    logq_C = torch.log_softmax(logits_CW / temperature, dim=-1).gather(1, index_C1).squeeze(1)
+                    accept_C = (logq_C.double() - logp_T[label_slot_C]).clamp_max(0).exp()
+                    pairs.accept_SD[s_C, j_C] = torch.where(rank_C < len(ids_W), accept_C, 0.0)
+    return found
+
+
+def ranks(logits_CW: Tensor, ids_W: Tensor, label_C: Tensor) -> tuple[Tensor, Tensor]:
+    """How many of the tokens `ids_W` have larger logits than the label, of equal ones smaller ids, and its column [C, 1].
+
+    Of a label that is not among them the rank is W, and the column any.
+    """
+    index_C1 = torch.searchsorted(ids_W, label_C).clamp_max(len(ids_W) - 1)[:, None]
+    logit_C1 = logits_CW.gather(1, index_C1)
+    earlier_CW = torch.arange(len(ids_W), device=ids_W.device) < index_C1
+    rank_C = ((logits_CW > logit_C1) | ((logits_CW == logit_C1) & earlier_CW)).sum(-1)
+    return torch.where(ids_W[index_C1].squeeze(1) == label_C, rank_C, len(ids_W)), index_C1
 
 
 def reply_acceptance(
@@ -131,7 +154,7 @@ def reply_acceptance(
     law: TargetLaw | None = None,
     max_position: int | None = None,
 ) -> list[ReplyAcceptance]:
-    """`drafts_acceptance` of one draft temperature."""
+    """`drafts_acceptance` of one draft temperature and the head's own vocabulary."""
     return drafts_acceptance(head, batches, draft_length, (temperature,), law, max_position)[0]
 
 
@@ -142,40 +165,44 @@ def drafts_acceptance(
     temperatures: Sequence[float],
     law: TargetLaw | None = None,
     max_position: int | None = None,
+    vocabularies: Sequence[Tensor] = (),
 ) -> list[list[ReplyAcceptance]]:
-    """Acceptance of every reply of the batches, in order, for each temperature of the drafts.
+    """Acceptance of every reply of the batches, in order, for each vocabulary and temperature of the drafts.
 
     A reply of one token has no start and stays in the list.
 
     Args:
-        temperatures, law: as `acceptance_probabilities`.
+        temperatures, law, vocabularies: as `acceptance_probabilities`, which also has the order of the results.
         max_position: slots the head can draft at, as `Drafter.max_position`; behind them nothing is drafted. Default: the
             head's own limit.
     """
     max_position = head.max_position if max_position is None else max_position
-    found: list[list[ReplyAcceptance]] = [[] for _ in temperatures]
+    known = [ids_W.cpu().numpy() for ids_W in (head.draft_ids_V, *vocabularies) for _ in temperatures]
+    found: list[list[ReplyAcceptance]] = [[] for _ in known]
     for batch in batches:
-        pairs = acceptance_probabilities(head, batch, draft_length, temperatures, law)
+        pairs = acceptance_probabilities(head, batch, draft_length, temperatures, law, vocabularies)
         start_S, valid_SD = pairs[0].start_S.cpu().numpy(), pairs[0].valid_SD.cpu().numpy()
         if max_position is not None:
             position_S = batch.position_T.cpu().numpy()[start_S]
             valid_SD = valid_SD & (np.add.outer(position_S, np.arange(draft_length)) < max_position)
         label_S = batch.next_token_T[torch.as_tensor(start_S, device=batch.next_token_T.device) + 1].cpu().numpy()
-        unknown_S = ~np.isin(label_S, head.draft_ids_V.cpu().numpy())
         row_S = np.searchsorted(np.asarray(batch.offsets[1:]), start_S, side="right")
-        for replies, pair in zip(found, pairs, strict=True):
+        for replies, pair, ids_W in zip(found, pairs, known, strict=True):
             accept_SD, confidence_SD = pair.accept_SD.cpu().numpy() * valid_SD, pair.confidence_SD.cpu().numpy()
-            rank_SD = pair.rank_SD.cpu().numpy()
+            rank_SD, unknown_S = pair.rank_SD.cpu().numpy(), ~np.isin(label_S, ids_W)
             for row, (prompt_id, route) in enumerate(zip(batch.prompt_ids, batch.routes, strict=True)):
                 here = row_S == row
-                values = (
-                    accept_SD[here],
-                    valid_SD[here],
-                    int(unknown_S[here].sum()),
-                    confidence_SD[here],
-                    rank_SD[here],
+                replies.append(
+                    ReplyAcceptance(
+                        prompt_id,
+                        route,
+                        accept_SD[here],
+                        valid_SD[here],
+                        num_out_of_vocab=int(unknown_S[here].sum()),
+                        confidence_TK=confidence_SD[here],
+                        rank_TK=rank_SD[here],
+                    )
                 )
-                replies.append(ReplyAcceptance(prompt_id, route, *values))
     return found
 
 

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from headstart.eval.summary import number_text, table
+from headstart.eval.tables import number_text, table
 from headstart.heads.intervals import interval_text
 
 

@@ -23,7 +23,7 @@ from headstart.eval.statistics import (
     ratio_interval,
     resampling_weights,
 )
-from headstart.eval.summary import number_text, table
+from headstart.eval.tables import number_text, table
 from headstart.heads.errors import WrongInput
 from headstart.heads.intervals import interval_text
 

@@ -43,7 +43,7 @@ def head_acceptance(subject: Subject) -> dict[str, list[ReplyAcceptance]]:
     """
     settings, sampling = subject.settings, subject.sampling
     deepest = max([*settings.draft_lengths, *(tree.depth for tree in trees_of(subject))])
-    kinds = {"greedy": 0.0} | ({"sampled": sampling.temperature} if sampling.temperature else {})
+    kinds = subject.draft_temperatures
 
     def measured(paths: Sequence[Path]) -> dict[str, list[ReplyAcceptance]]:
         law = TargetLaw(subject.target, sampling) if sampling.temperature else None

@@ -16,21 +16,25 @@ from dataclasses import replace
 from pathlib import Path as FilePath
 from typing import Any
 
+import numpy as np
+
 from headstart.eval.acceptance import ReplyAcceptance
 from headstart.eval.calibration_text import calibration_text
+from headstart.eval.cut_vocabulary import cut_rows
 from headstart.eval.eval_files import read_eval
 from headstart.eval.files import EvalFiles
 from headstart.eval.gate import of_checkpoint, read_evals
 from headstart.eval.heldout import PREVIOUS, check_paths, head_acceptance, measure_acceptance, measure_setting
 from headstart.eval.live import measure_live
 from headstart.eval.lossless import certificate
+from headstart.eval.lossless_text import lossless_text
 from headstart.eval.previous import compared, previous_acceptance
 from headstart.eval.proof import prove
 from headstart.eval.sampled_live import measure_sampled_live
 from headstart.eval.settings import EvalSettings
 from headstart.eval.speed import timed_rows
 from headstart.eval.subject import Subject
-from headstart.eval.summary import lossless_text, summary
+from headstart.eval.summary import summary
 from headstart.eval.timings import balanced, choose_speed_dtype
 from headstart.eval.tree_acceptance import tree_rows
 from headstart.heads.checkpoint import checkpoint_identity, load_head
@@ -53,6 +57,7 @@ def evaluate(
     *,
     parts: Sequence[str] = (),
     features: FeatureReader | None = None,
+    vocabularies: Sequence[np.ndarray] = (),
     previous: FilePath | None = None,
     routes: Sequence[str] = (),
     max_new_tokens: int = 0,
@@ -69,6 +74,7 @@ def evaluate(
             None named means all; greedy replies then have their identity alone, without the certificate that `lossless`
             names. `prove` adds the seeded faults to catch.
         features: the target's states on the paths; where it holds none in float32, the target reads the replies again.
+        vocabularies: token ids of smaller draft vocabularies that the head is measured with too.
         previous: checkpoint folder of a head that is measured on the same replies and compared with.
         routes: routes that prompts carry; one without held-out replies is shown as empty.
         max_new_tokens: the limit of the recorded replies; 0 takes the longest.
@@ -101,6 +107,8 @@ def evaluate(
     rows += tree_rows(subject, replies["greedy"])
     limit = max_new_tokens or files.names["prompts"]["max_new_tokens"]
     extra: dict[str, Any] = {"repeated_8grams": repeated_ngrams(subject.paths)}
+    if vocabularies:
+        extra["vocabularies"] = cut_rows(subject, vocabularies)
     if previous is not None:
         extra["previous"] = compared(subject, previous, replies["greedy"], old["greedy"])
         for row in (*rows, *sums):

@@ -9,28 +9,27 @@ from typing import Any
 from headstart.eval.calibration_text import reliability_table, stop_text, threshold_table
 from headstart.eval.contexts import break_even_text, context_rows, counted, step_cost
 from headstart.eval.gate import of_checkpoint, read_evals
+from headstart.eval.lossless_text import certificate_lines, named_checks
 from headstart.eval.plots import plot_acceptance, plot_lengths, plot_reliability, plot_training
 from headstart.eval.summary import (
     agreement_text,
     at_temperature,
-    certificate_lines,
     context_table,
     drafter_text,
     drafts_kept,
     find_rows,
     main_row,
-    named_checks,
     near_ties_text,
-    number_text,
     plain_below_generate,
     previous_text,
     recommended_text,
     route_table,
     routes_lost_to_ngram,
-    tree_text,
     whole_rows,
 )
+from headstart.eval.tables import number_text, tree_text
 from headstart.eval.temperatures import temperature_table
+from headstart.eval.vocabulary_text import vocabulary_table
 from headstart.heads.errors import WrongInput
 from headstart.heads.intervals import interval_text
 from headstart.heads.store import atomic_path
@@ -171,6 +170,8 @@ def acceptance_part(acceptance: dict[str, Any]) -> str:
         "`product of marginals` 1 + the products of each depth's own mean acceptance over them. Both let drafting start "
         "anywhere; real steps begin where the last draft failed, so they report too much."
     )
+    if cut := acceptance.get("vocabularies"):
+        text += "\n\nWith fewer draft tokens, nothing trained anew:\n\n" + markdown_table(*vocabulary_table(cut))
     if found := acceptance.get("previous"):
         line = previous_text(found)
         text += f"\n\n{line[0].upper()}{line[1:]}."

@@ -36,6 +36,8 @@ class EvalSettings:
     """auto times plain decoding in float32 and, where it is native, bfloat16, and takes the faster."""
     trees: list[list[Positive]] = field(default_factory=list)
     """Static trees of greedy drafts to measure (exact, offline): children per node by depth, as in [[3, 2, 1]]."""
+    vocab_sizes: list[Positive] = field(default_factory=list)
+    """Also measure the head with its draft vocabulary cut to so many tokens, those most used in training replies."""
     ngram: bool = True
     """Measure n-gram (prompt) lookup, and suffix lookup offline, beside the head."""
     stop_below: Share = 0.0
@@ -58,6 +60,8 @@ class EvalSettings:
     """Gate: plain decoding slower than transformers.generate fails, for speedups over it would mean nothing."""
 
     def conflicts(self) -> Conflicts:
+        if self.vocab_sizes != sorted(set(self.vocab_sizes)):
+            yield "vocab_sizes", f"found {self.vocab_sizes}, expected numbers, ascending and without repeats"
         for name in ("draft_lengths", "speed_draft_lengths", "concurrency"):
             numbers = getattr(self, name)
             if not numbers or numbers != sorted(set(numbers)):

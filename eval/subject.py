@@ -33,6 +33,12 @@ class Subject:
     def sampling(self) -> Sampling:
         return Sampling(**self.paths[0].sampling)
 
+    @property
+    def draft_temperatures(self) -> dict[str, float]:
+        """Kinds of drafts that are measured, and their temperatures: greedy ones, and at a temperature sampled ones."""
+        temperature = self.sampling.temperature
+        return {"greedy": 0.0} | ({"sampled": temperature} if temperature else {})
+
     def row(self, counts: Sequence[PromptCounts], **names: Any) -> dict[str, Any]:
         sampling = self.sampling
         return acceptance_row(

@@ -1,12 +1,13 @@
 """The table that an evaluation prints: what was measured, in plain words and aligned columns."""
 
-from collections.abc import Sequence
 from typing import Any
 
 from headstart.eval.contexts import break_even_text, context_rows, step_cost
+from headstart.eval.lossless_text import lossless_text
+from headstart.eval.tables import number_text, table, tree_text
 from headstart.eval.temperatures import temperature_table
+from headstart.eval.vocabulary_text import vocabulary_table
 from headstart.heads.intervals import interval_text
-from headstart.heads.tree import Tree
 
 DEFINITIONS = """\
 accept_len            tokens emitted / target steps, all prompts together, the corrected or bonus token included
@@ -15,22 +16,6 @@ uniform starts        1 + mean survival over all positions of the replies, as if
 product of marginals  1 + products of each depth's own mean acceptance there, as if depths were independent too
 a_k                   accepted at position k / judged there, which needs all drafts before it to be accepted
 [low, high]           95 % interval, bootstrap over prompts"""
-
-
-def number_text(value: float | None, digits: int = 1) -> str:
-    return "-" if value is None else f"{value:.{digits}f}"
-
-
-def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Aligned columns, the first flush left, the rest flush right."""
-    lines = [header, *rows]
-    widths = [max(len(line[i]) for line in lines) for i in range(len(header))]
-    return "\n".join(
-        "  ".join(
-            cell.ljust(w) if i == 0 else cell.rjust(w) for i, (cell, w) in enumerate(zip(line, widths, strict=True))
-        )
-        for line in lines
-    )
 
 
 def find_rows(acceptance: dict[str, Any], **wanted: Any) -> list[dict[str, Any]]:
@@ -122,6 +107,12 @@ def acceptance_text(acceptance: dict[str, Any], draft_length: int, speed: dict[s
     header, lines = temperature_table(acceptance, draft_length)
     if lines:
         parts += ["", f"by temperature, draft length {draft_length}", table(header, lines)]
+    if acceptance.get("vocabularies"):
+        parts += [
+            "",
+            "with fewer draft tokens, nothing trained anew",
+            table(*vocabulary_table(acceptance["vocabularies"])),
+        ]
     if acceptance.get("previous"):
         parts.append(previous_text(acceptance["previous"]))
     if acceptance.get("live_agreement"):
@@ -143,11 +134,6 @@ def whole_rows(acceptance: dict[str, Any]) -> list[dict[str, Any]]:
 def drafter_text(row: dict[str, Any]) -> str:
     drafts = "" if row["draft"] == "greedy" else f" {row['draft']}"
     return row["drafter"] + drafts + tree_text(row)
-
-
-def tree_text(entry: dict[str, Any]) -> str:
-    """The tree of a row or check, to stand behind its drafter; nothing for chains."""
-    return f", {Tree(tuple(entry['tree']))}" if entry.get("tree") else ""
 
 
 def drafts_kept(row: dict[str, Any]) -> float | None:
@@ -251,68 +237,6 @@ def difference_text(found: dict[str, float | None]) -> str:
     if found["p_value"] is None or found["difference"] is None:
         return "unknown, too few prompts"
     return f"{found['difference']:+.3f} (z = {found['z']:.2f}, p = {found['p_value']:.2g})"
-
-
-def named_checks(lossless: dict[str, Any], *names: str) -> list[dict[str, Any]]:
-    return [check for check in lossless["checks"] if check["name"] in names]
-
-
-def certificate_lines(lossless: dict[str, Any]) -> list[str]:
-    """What the certificate found beside greedy identity, a line each; nothing where it was not asked for."""
-    lines = []
-    if laws := named_checks(lossless, "enumeration"):
-        wrong = sum(check["verdict"] != "pass" for check in laws)
-        largest = max(check["max_difference"] for check in laws)
-        lines.append(f"enumeration: {len(laws)} laws on a toy target, largest difference {largest:.1e}, {wrong} wrong")
-    for check in named_checks(lossless, "first_tokens", "martingale"):
-        kept = [f"{name} {value:g}" for name, value in check["sampler"].items()]
-        lines.append(
-            f"{check['name']}, {check['draft']} drafts of length {check['draft_length']}, {', '.join(kept)}: "
-            f"{check['num_tokens']} tokens of {check['num_samples']} replies, p = {check['p_value']:.2g} (level "
-            f"{check['level']:g}), {check['verdict']}"
-        )
-    if faults := lossless["faults"]:
-        missed = [fault["name"] for fault in faults if fault["caught_by"] is None]
-        lines.append(
-            f"seeded faults: {len(faults) - len(missed)} of {len(faults)} caught"
-            + "".join(f", not {n}" for n in missed)
-        )
-    return lines
-
-
-def lossless_text(lossless: dict[str, Any]) -> str:
-    lines = []
-    for check in named_checks(lossless, "greedy_identity"):
-        ties = sum(d["verdict"] == "tie" for d in check["divergences"])
-        bugs = len(check["divergences"]) - ties
-        lines.append(
-            [
-                check.get("drafter", "-") + tree_text(check),
-                check.get("against", "-"),
-                check["dtype"],
-                str(check["draft_length"]),
-                str(check["batch"]),
-                f"{check['num_samples'] - len(check['divergences'])} of {check['num_samples']}",
-                str(check["num_tokens"]),
-                str(ties),
-                str(bugs),
-                check["verdict"],
-            ]
-        )
-    header = [
-        "greedy identity",
-        "against",
-        "dtype",
-        "draft length",
-        "batch",
-        "equal",
-        "tokens",
-        "ties",
-        "bugs",
-        "verdict",
-    ]
-    identity = [table(header, lines)] if lines else []
-    return "\n".join([f"lossless: {lossless['verdict']}", *identity, *certificate_lines(lossless)])
 
 
 def speed_text(speed: dict[str, Any]) -> str:

@@ -1,14 +1,26 @@
 """The draft vocabulary: which target tokens the head can propose."""
 
 import hashlib
+from collections.abc import Iterable
 
 import numpy as np
 
 from headstart.heads.errors import WrongInput
 from headstart.heads.facts import TargetFacts
+from headstart.heads.paths import Path
 
 
-def choose_draft_vocabulary(counts_V: np.ndarray, size: int, facts: TargetFacts) -> np.ndarray:
+def count_tokens(paths: Iterable[Path], facts: TargetFacts) -> np.ndarray:
+    """How often each id occurs in the generated part of the paths, int64 [vocab_size]."""
+    counts_V = np.zeros(facts.vocab_size, dtype=np.int64)
+    for path in paths:
+        np.add.at(counts_V, path.token_N[path.generated_N], 1)
+    return counts_V
+
+
+def choose_draft_vocabulary(
+    counts_V: np.ndarray, size: int, facts: TargetFacts, setting: str = "head.draft_vocab_size"
+) -> np.ndarray:
     """Ids of the draft vocabulary, ascending.
 
     Special and stop tokens are always in (a head that cannot draft the end of a turn pays for it in every reply). Then come
@@ -18,6 +30,7 @@ def choose_draft_vocabulary(counts_V: np.ndarray, size: int, facts: TargetFacts)
     Args:
         counts_V: how often each id occurs in generated training tokens, [vocab_size].
         size: tokens wanted; 0 takes every id the tokenizer can produce.
+        setting: what the size was given as, for the errors.
 
     Raises:
         WrongInput: more tokens asked for than the tokenizer has, or too few for the specials.
@@ -26,14 +39,12 @@ def choose_draft_vocabulary(counts_V: np.ndarray, size: int, facts: TargetFacts)
         return np.arange(facts.num_tokens, dtype=np.int64)
     if size > facts.num_tokens:
         raise WrongInput(
-            f"head.draft_vocab_size = {size}, but the tokenizer of {facts.name!r} has {facts.num_tokens} tokens. "
+            f"{setting} = {size}, but the tokenizer of {facts.name!r} has {facts.num_tokens} tokens. "
             "Ask for fewer, or 0 for all of them."
         )
     always = always_drafted(facts)
     if size < len(always):
-        raise WrongInput(
-            f"head.draft_vocab_size = {size} is too small: {len(always)} special and stop tokens are always in."
-        )
+        raise WrongInput(f"{setting} = {size} is too small: {len(always)} special and stop tokens are always in.")
     chosen = np.zeros(facts.num_tokens, dtype=bool)
     chosen[always] = True
     counts = counts_V[: facts.num_tokens].astype(np.int64)

@@ -54,6 +54,9 @@ class Recipe:
         deepest = max(self.eval.trees, key=len, default=[])
         if len(deepest) >= longest:
             yield "eval.trees", f"found {deepest}, {len(deepest)} deep; {reply}"
+        largest = max(self.eval.vocab_sizes, default=0)
+        if 0 < (own := self.head.draft_vocab_size) <= largest:
+            yield "eval.vocab_sizes", f"found {largest}, expected less than head.draft_vocab_size = {own}, which is cut"
         widest = max((max(tree) for tree in self.eval.trees), default=0)
         if 0 < (most_tokens := self.head.draft_vocab_size) < widest:
             yield (

@@ -19,6 +19,7 @@ from headstart.eval.summary import summary
 from headstart.heads.checkpoint import build_head, checkpoint_identity
 from headstart.heads.contract import Head
 from headstart.heads.errors import GateFailed
+from headstart.heads.facts import TargetFacts
 from headstart.heads.features import FeatureReader
 from headstart.heads.paths import Path as ReplyPath
 from headstart.heads.paths import read_paths
@@ -36,7 +37,7 @@ from headstart.heads.store import (
     stage_inputs,
 )
 from headstart.heads.target import Target, TargetLoader, choose_device
-from headstart.heads.vocabulary import choose_draft_vocabulary, coverage
+from headstart.heads.vocabulary import choose_draft_vocabulary, count_tokens, coverage
 from headstart.heads.warm_start import take_over
 from headstart.launch.export_gate import checkpoint_folder, export_head
 from headstart.launch.previous import previous_folder
@@ -163,9 +164,7 @@ def run_head(recipe: Recipe, run: RunFolder, targets: TargetLoader, traffic: Sta
 
 def new_head(recipe: Recipe, target: Target, paths: Sequence[ReplyPath], start: Start | None = None) -> Head:
     """A head whose vocabulary and first weights come from the training replies and the target, or from another head."""
-    counts_V = np.zeros(target.facts.vocab_size, dtype=np.int64)
-    for path in paths:
-        np.add.at(counts_V, path.token_N[path.generated_N], 1)
+    counts_V = count_tokens(paths, target.facts)
     if start is not None and start.draft_ids_V is not None:
         draft_ids_V, chosen = start.draft_ids_V, f", as in {start.folder},"
     else:
@@ -236,9 +235,18 @@ def measure_head(
         run.eval,
         parts=parts,
         features=stored,
+        vocabularies=smaller_vocabularies(recipe, run, targets.facts),
         previous=previous_folder(recipe.eval.previous, run.root, targets.facts),
         routes=sorted({prompt.route for prompt in read_prompts(run.folder / "prompts")}),
         max_new_tokens=recipe.traffic.max_new_tokens,
         others=others,
         seed=recipe.run.seed,
     )
+
+
+def smaller_vocabularies(recipe: Recipe, run: RunFolder, facts: TargetFacts) -> list[np.ndarray]:
+    """Draft vocabularies of `eval.vocab_sizes`, chosen as the head's own was."""
+    if not recipe.eval.vocab_sizes:
+        return []
+    counts_V = count_tokens(read_paths(run.folder / "traffic", "train"), facts)
+    return [choose_draft_vocabulary(counts_V, size, facts, "eval.vocab_sizes") for size in recipe.eval.vocab_sizes]

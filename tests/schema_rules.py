@@ -57,6 +57,7 @@ ACCEPTANCE = {
     "interval": {"level": NUMBER, "kind": ("bootstrap over prompts",), "replicates": int, "seed": int},
     "rows": [ACCEPTANCE_ROW],
 }
+CUT_VOCABULARY = {**ACCEPTANCE_ROW, "draft_vocab_size": int, "ratio": INTERVAL}
 PROMPT_SUMS = {
     "schema": ("headstart.prompts/1",),
     "target": TARGET,
@@ -287,7 +288,9 @@ def acceptance_violations(path: Path) -> list[str]:
     """The form of acceptance.json, and the laws between its numbers."""
     content = read_strict(path)
     found = violations(content, ACCEPTANCE, path.name)
-    for i, row in enumerate([] if found else content["rows"]):
+    cut = content.get("vocabularies", [])
+    found += violations(cut, [CUT_VOCABULARY], f"{path.name}.vocabularies") if cut else []
+    for i, row in enumerate([] if found else content["rows"] + cut):
         where, length = f"{path.name}.rows[{i}]", row["draft_length"]
         found += violations(row["conditional"], Length(INTERVAL, length), f"{where}.conditional")
         found += violations(row["survival"], Length(INTERVAL, length), f"{where}.survival")

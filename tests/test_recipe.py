@@ -119,6 +119,11 @@ BAD_RECIPES = [
         "traffic: {max_new_tokens: 6}\neval: {trees: [[1], [1, 1, 1, 1, 1, 1]]}",
         ["eval.trees: found [1, 1, 1, 1, 1, 1], 6 deep; a reply has at most traffic.max_new_tokens = 6 tokens"],
     ),
+    ("eval: {vocab_sizes: [64, 32]}", ["eval.vocab_sizes: found [64, 32], expected numbers, ascending"]),
+    (
+        "head: {draft_vocab_size: 300}\neval: {vocab_sizes: [200, 300]}",
+        ["mine.yaml:2: eval.vocab_sizes: found 300, expected less than head.draft_vocab_size = 300"],
+    ),
     ("eval: {trees: 2}", ["eval.trees: found 2, expected a list of lists of whole numbers"]),
     ("traffic: {temperature: 1.0e-9}", ["traffic.temperature: found 1e-09, expected 0 (greedy) or at least 0.001"]),
     ("eval:\n  draft_lengths: []", ["mine.yaml:2: eval.draft_lengths: found [], expected one or more"]),
