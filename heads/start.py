@@ -103,8 +103,8 @@ def saved_start(folder: Path) -> Start:
             f"{folder / WEIGHTS}: found no draft_ids; the checkpoint is damaged. Use another one of the run."
         )
     facts = description["target"]
-    names = ("hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_dim")
-    names += ("vocab_size", "rms_norm_eps", "rope_parameters")
+    names = ["hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_dim", "vocab_size"]
+    names += ["rms_norm_eps", "rope_parameters"]
     return Start(
         folder=folder,
         layout="checkpoint",

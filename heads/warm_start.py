@@ -82,6 +82,8 @@ def take_over(head: Head, start: Start) -> None:
     Raises:
         WrongInput: values that are not finite.
     """
+    if start.draft_ids_V is not None:
+        head.first_values["draft_ids_V"] = start.layout
     for name, parameter in head.trained_tensors().items():
         if name not in start.tensors:
             continue
