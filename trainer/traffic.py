@@ -6,7 +6,7 @@ other taps, asked for when the traffic is already there, are read back teacher-f
 """
 
 import json
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass
 from itertools import groupby, pairwise
@@ -38,6 +38,7 @@ from headstart.trainer.settings import TrafficSettings
 from headstart.trainer.workers import in_order, num_workers
 
 STAGE_VERSION = 1
+READ_PATHS = 64  # recorded paths that are read together
 NUM_NAMED = 5  # prompts listed in an error
 
 Answers = tuple[list[Reply], list[States]]
@@ -155,14 +156,20 @@ class Answerer:
     def __call__(self, chunk: Chunk) -> Answers:
         """Replies (none where they are recorded) and states of every prompt of a chunk."""
         if has(self.traffic, chunk.part):
-            paths = list(read_part(self.traffic.folder / chunk.part))
-            states = self.target.read([path.token_N for path in paths])
-            self.progress.add(0, len(chunk.prompts))
-            return [], states
+            return [], list(self._read(chunk))
         self._generator = self._generator or self._make()
         own = [self.requests[prompt.prompt_id] for prompt in chunk.prompts]
         replies = self._generator.generate(own, chunk.states_dtype, self.progress.add)
         return replies, [reply.states for reply in replies if reply.states is not None]
+
+    def _read(self, chunk: Chunk) -> Iterator[States]:
+        """States of a chunk whose replies are recorded, in its precision, a few paths at a time."""
+        paths = list(read_part(self.traffic.folder / chunk.part))
+        for begin in range(0, len(paths), READ_PATHS):
+            few = paths[begin : begin + READ_PATHS]
+            for states in self.target.read([path.token_N for path in few]):
+                yield States(*(x.to("cpu", chunk.states_dtype) for x in (states.taps, states.final)))
+            self.progress.add(0, len(few))
 
 
 def sampling_of(settings: TrafficSettings) -> Sampling:
