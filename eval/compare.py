@@ -93,11 +93,22 @@ def compare(heads: Sequence[PromptSums], seed: int = 0, replicates: int = REPLIC
         [compare_route(head, reference, "all", seed, replicates) for head in others],
         [compare_route(head, reference, route, seed, replicates) for head in others for route in routes],
     )
-    for family in families:
-        known = [(one, one.p) for one in family if one.p is not None]
-        for (one, _), adjusted in zip(known, holm([p for _, p in known]), strict=True):
-            one.p, one.verdict = adjusted, verdict(one.ratio["value"], adjusted)
-    return [*families[0], *families[1]]
+    return [*adjust(families[0]), *adjust(families[1])]
+
+
+def compare_whole(heads: Sequence[PromptSums], seed: int = 0, replicates: int = REPLICATES) -> list[Comparison]:
+    """Every head against the first over all prompts, as one family. Raises as `compare`."""
+    check_comparable(heads)
+    ids = heads[0].prompt_ids
+    return adjust([compare_route(head.ordered(ids), heads[0], "all", seed, replicates) for head in heads[1:]])
+
+
+def adjust(family: list[Comparison]) -> list[Comparison]:
+    """The comparisons of one family, their p-values adjusted for all of them and their verdicts by those."""
+    known = [(one, one.p) for one in family if one.p is not None]
+    for (one, _), adjusted in zip(known, holm([p for _, p in known]), strict=True):
+        one.p, one.verdict = adjusted, verdict(one.ratio["value"], adjusted)
+    return family
 
 
 def compare_route(head: PromptSums, reference: PromptSums, route: str, seed: int, replicates: int) -> Comparison:

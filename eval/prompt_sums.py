@@ -108,18 +108,31 @@ def read_sums(
             f"{label}: {draft} drafts were measured at draft lengths {lengths}, expected {draft_length or 'any'} among "
             f"them.\n{measure} --draft-length {draft_length or 4}"
         )
+    return sums_of(content, found[0], label)
+
+
+def read_lookup_sums(run: Path, draft_length: int, drafter: str = "ngram") -> PromptSums | None:
+    """The stored sums of a lookup drafter beside a run's head; None where it was not measured."""
+    content = read_eval(run / "eval" / PROMPTS_FILE)
+    wanted = (None, drafter, "greedy", draft_length)
+    rows = [row for row in content["rows"] if row_key(row) == wanted]
+    return sums_of(content, rows[0], drafter) if rows else None
+
+
+def sums_of(content: dict[str, Any], row: dict[str, Any], label: str) -> PromptSums:
+    """A row of eval/prompts.json with the prompts that its numbers belong to."""
     return PromptSums(
         label=label,
-        checkpoint=found[0]["checkpoint"],
+        checkpoint=row["checkpoint"],
         prompt_ids=content["prompt_ids"],
         routes=content["routes"],
         tokens_R=np.array(content["num_tokens"], float),
-        steps_R=np.array(found[0]["num_steps"], float),
+        steps_R=np.array(row["num_steps"], float),
         conditions={
             "target.fingerprint": content["target"]["fingerprint"],
             "prompts.max_new_tokens": content["prompts"]["max_new_tokens"],
             **{f"sampling.{name}": value for name, value in content["sampling"].items()},
-            "draft": draft,
-            "draft_length": length,
+            "draft": row["draft"],
+            "draft_length": row["draft_length"],
         },
     )

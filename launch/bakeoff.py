@@ -8,12 +8,20 @@ own cache and drafts that could break it. What no head changes, the rules of ver
 import traceback
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
+from headstart.eval.bakeoff import SCHEMA, Entry, bakeoff_content
+from headstart.eval.bakeoff_text import REPORT, bakeoff_text, write_bakeoff_report
 from headstart.heads.errors import GateFailed, TrainingFailed, WrongInput
+from headstart.heads.export import WRITERS, unservable
 from headstart.heads.start import Start
+from headstart.heads.store import read_json, write_json
 from headstart.launch.commands import opened, run_folder, shared_settings, train_head
-from headstart.launch.stages import run_shared
+from headstart.launch.run import RunFolder
+from headstart.launch.stages import run_shared, target_loader
 from headstart.launch.variants import Loaded, dump, num_tokens
+
+BAKEOFF = "bakeoff.json"
 
 
 def train_variants(loaded: Loaded, path: Path, starts: Mapping[str, Start], comment: str, threads: str) -> None:
@@ -33,6 +41,7 @@ def train_variants(loaded: Loaded, path: Path, starts: Mapping[str, Start], comm
         print(f"bake-off {run.folder}\nthreads: {threads}")
         print(f"{number} heads, each trained on {num_tokens(loaded.shared):,} tokens: {', '.join(loaded.variants)}")
         run_shared(loaded, path, run)
+        content = write_table(loaded, run, {})
         for place, (name, recipe) in enumerate(loaded.variants.items(), 1):
             print(f"\nhead {place} of {number}: {name}", flush=True)
             try:
@@ -42,8 +51,41 @@ def train_variants(loaded: Loaded, path: Path, starts: Mapping[str, Start], comm
                     traceback.print_exc()
                 print(f"{name} failed: {error}", flush=True)
                 failed[name] = error
+            content = write_table(loaded, run, {name: str(error) for name, error in failed.items()})
+        print(f"\n{bakeoff_text(content)}\nreport: {run.folder / REPORT}")
     if failed:
         raise_together(failed, number)
+
+
+def write_table(loaded: Loaded, run: RunFolder, failed: Mapping[str, str] | None = None) -> dict[str, Any]:
+    """Write bakeoff.json and report.md of the runs as they stand.
+
+    Args:
+        failed: why variants failed; default: as the table there says.
+    """
+    file = run.folder / BAKEOFF
+    if failed is None:
+        rows = read_json(file, SCHEMA)["rows"] if file.exists() else []
+        failed = {row["variant"]: row["failed"] for row in rows if row["failed"]}
+    entries = []
+    for name, recipe in loaded.variants.items():
+        targets = target_loader(recipe)
+        kind, engines = recipe.head.kind, WRITERS.get(recipe.head.kind, ())
+        entries.append(
+            Entry(
+                variant=name,
+                run=run.root / f"{run.name}-{name}",
+                kind=kind,
+                num_steps=recipe.train.num_steps,
+                num_tokens=num_tokens(recipe),
+                engines=[one for one in engines if not unservable(recipe.head, targets.facts, targets.taps, one)],
+                failed=failed.get(name),
+            )
+        )
+    content = bakeoff_content(entries, loaded.shared.eval.draft_length, rule="equal_tokens")
+    write_json(file, content)
+    write_bakeoff_report(run.folder, content)
+    return content
 
 
 def raise_together(failed: dict[str, Exception], number: int) -> None:

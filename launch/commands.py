@@ -147,9 +147,15 @@ def measured_head(text: str, draft_length: int | None = None, draft: str = "gree
 
 
 def report(run_text: str) -> None:
-    """Write a run's report and plots again."""
+    """Write a run's report and plots again, or a bake-off's table."""
     run, _ = find_run(run_text)
     with locked(run.folder):
+        if (loaded := load(run.recipe)).variants:
+            from headstart.launch.bakeoff import write_table
+
+            write_table(loaded, run)
+            print(run.folder / "report.md")
+            return
         from headstart.eval.report import write_report
 
         print(write_report(run.folder))

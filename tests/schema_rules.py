@@ -159,6 +159,52 @@ CALIBRATION = {
     ],
     "recommended": [{"draft": ("greedy", "sampled"), "draft_length": int, "stop_below": NUMBER_OR_NULL}],
 }
+TIMED = {
+    "draft_length": int,
+    "concurrency": int,
+    "tokens_per_s": NUMBER,
+    "speedup": INTERVAL,
+    "predicted_speedup": NUMBER_OR_NULL,
+    "cost_ratio": NUMBER_OR_NULL,
+}
+COMPARED = {"ratio": INTERVAL, "p": NUMBER_OR_NULL, "verdict": ("better", "worse", "tied", "too few prompts")}
+BAKEOFF = {
+    "schema": ("headstart.bakeoff/1",),
+    "target": (TARGET, NULL),
+    "prompts": (PROMPTS, NULL),
+    "sampling": (dict, NULL),
+    "hardware": (dict, NULL),
+    "rule": {"name": ("equal_tokens",), "num_tokens": (int, NULL)},
+    "draft_length": int,
+    "num_prompts": int,
+    "best": TEXT_OR_NULL,
+    "rows": [
+        {
+            "variant": str,
+            "run": str,
+            "kind": str,
+            "checkpoint": (CHECKPOINT, NULL),
+            "num_steps": int,
+            "num_tokens": int,
+            "num_parameters": (int, NULL),
+            "num_prompts": (int, NULL),
+            "accept_len": INTERVAL,
+            "conditional": [INTERVAL],
+            "against_best": (COMPARED, NULL),
+            "against_ngram": (COMPARED, NULL),
+            "above_ngram": (bool, NULL),
+            "speed": (TIMED, NULL),
+            "train_seconds": NUMBER_OR_NULL,
+            "eval_seconds": NUMBER_OR_NULL,
+            "engines": [str],
+            "failed": TEXT_OR_NULL,
+        }
+    ],
+    "ngram": ({"accept_len": INTERVAL, "conditional": [INTERVAL], "speed": (TIMED, NULL)}, NULL),
+    "seconds": dict.fromkeys(
+        ("prompts", "traffic", "features", "shared", "heads", "one_pass", "apart", "share"), NUMBER_OR_NULL
+    ),
+}
 DIVERGENCE = {
     "prompt_id": str,
     "position": int,
@@ -270,6 +316,8 @@ def violations(value: Any, form: Any, path: str = "") -> list[str]:
 
 
 def admits(value: Any, option: Any) -> bool:
+    if isinstance(option, dict):
+        return not violations(value, option)
     if isinstance(option, type):
         return isinstance(value, option) and not (isinstance(value, bool) and option is not bool)
     return value == option and type(value) is type(option)
@@ -409,6 +457,33 @@ def feature_violations(folder: Path, traffic: Path) -> list[str]:
             if not tensors.metadata():
                 found.append(f"{shard.name}: no metadata")
     return found or ([] if shards else [f"{folder.name}: no shards"])
+
+
+def bakeoff_violations(folder: Path) -> list[str]:
+    """The form of bakeoff.json, and the laws between its numbers."""
+    content = read_strict(folder / "bakeoff.json")
+    found = violations(content, BAKEOFF, "bakeoff.json")
+    if found or content["seconds"]["share"] is None:
+        return found
+    seconds, rows = content["seconds"], content["rows"]
+    laws = {
+        "shared = prompts + traffic + features": np.isclose(
+            seconds["shared"], sum(seconds[name] for name in ("prompts", "traffic", "features"))
+        ),
+        "heads = training + evaluation of all": np.isclose(
+            seconds["heads"], sum(row["train_seconds"] + row["eval_seconds"] for row in rows)
+        ),
+        "share = (shared + heads) / (heads x shared + heads)": np.isclose(
+            seconds["share"],
+            (seconds["shared"] + seconds["heads"]) / (len(rows) * seconds["shared"] + seconds["heads"]),
+        ),
+        "the best has the largest accept_len": all(
+            (row["accept_len"]["value"] or 0)
+            <= next(own["accept_len"]["value"] for own in rows if own["variant"] == content["best"])
+            for row in rows
+        ),
+    }
+    return [f"bakeoff.json: {law}" for law, holds in laws.items() if not holds]
 
 
 def run_violations(run: Path) -> list[str]:
