@@ -23,7 +23,7 @@ def build_once(folder: Path, build: Callable[[Path], None]) -> Path:
     folder.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     try:
-        with no_progress_bars():
+        with quiet_transformers():
             build(temporary)
         temporary.chmod(0o755)
         for file in temporary.iterdir():
@@ -39,14 +39,16 @@ def build_once(folder: Path, build: Callable[[Path], None]) -> Path:
 
 
 @contextmanager
-def no_progress_bars() -> Iterator[None]:
-    """Keep transformers' bars for loading and writing weights off the console."""
+def quiet_transformers() -> Iterator[None]:
+    """Keep transformers' bars and reports of loading and writing weights off the console."""
     from transformers.utils import logging
 
-    shown = logging.is_progress_bar_enabled()
+    shown, level = logging.is_progress_bar_enabled(), logging.get_verbosity()
     logging.disable_progress_bar()
+    logging.set_verbosity_error()
     try:
         yield
     finally:
+        logging.set_verbosity(level)
         if shown:
             logging.enable_progress_bar()

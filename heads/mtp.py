@@ -15,10 +15,11 @@ So does one layer for all depths (`MTP`). With one for each depth (`MTPModules`)
     depth j     of start t is slot t of module j
 
 Slot p of module m depends on x_{p+1+m}: at start t, slots behind t - m hold tokens of the block itself. They are written
-again when those are verified, as engines of such heads do.
+again when those are verified, as engines of such heads do. The layer that a target ships is in `mtp_shipped.py`.
 """
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -30,7 +31,9 @@ from headstart.heads.facts import TargetFacts
 from headstart.heads.layer_head import LayerHead
 from headstart.heads.layers import Rotary, attend_level, attend_paths
 from headstart.heads.mtp_layer import MTPHead, MTPLayer
+from headstart.heads.mtp_shipped import MTPShipped
 from headstart.heads.settings import MTPSettings
+from headstart.heads.shipped import require_shipped
 
 
 class MTP(MTPHead, LayerHead):
@@ -40,7 +43,14 @@ class MTP(MTPHead, LayerHead):
 
     @classmethod
     def form(cls, settings: MTPSettings) -> type[Head]:
+        if settings.shipped:
+            return MTPShipped
         return MTPModules if settings.num_modules > 1 else MTP
+
+    @classmethod
+    def check(cls, settings: MTPSettings, target: Any) -> None:
+        if settings.shipped:
+            require_shipped(target.facts)
 
     @property
     def layer(self) -> MTPLayer:
@@ -87,7 +97,7 @@ class MTPModules(MTPHead):
 
     def __init__(self, settings: MTPSettings, facts: TargetFacts, draft_ids_V: Tensor) -> None:
         super().__init__(settings, facts, draft_ids_V)
-        self.rotary = Rotary(facts)
+        self.rotary = Rotary(replace(facts, rope_parameters=settings.rope_parameters(facts.rope_parameters)))
 
     # Training and offline acceptance: all starts at once
 

@@ -7,8 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from headstart.heads.facts import TargetFacts
-from headstart.heads.layer_head import Attention, EmbeddingHead, Layer
+from headstart.heads.layer_head import Attention, Layer
 from headstart.heads.layers import GatedMLP, Projection, RMSNorm
+from headstart.heads.recycling_head import EmbeddingHead
 from headstart.heads.settings import MTPSettings
 
 

@@ -193,6 +193,14 @@ class MTPSettings(HeadSettings):
     """1: one layer that recycles its state, for drafts of any length. More: a layer for each drafted token, and no more."""
     intermediate_size: Count = 0
     """Width of each layer's MLP; 0 means the target's."""
+    shipped: bool = False
+    """Fine-tune the MTP layer that the target ships, as its engines run it, instead of training one of its own."""
+
+    def conflicts(self) -> Conflicts:
+        fixed = {"num_modules": 1, "intermediate_size": 0, "init_from_target": True}
+        for name, value in fixed.items():
+            if self.shipped and (found := getattr(self, name)) != value:
+                yield name, f"found {found} with shipped = true: the layer is what the target ships; expected {value}"
 
     @property
     def predicts_final(self) -> bool:

@@ -8,12 +8,10 @@ import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path as FilePath
 from typing import Any
 
 import numpy as np
 import torch
-from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -22,11 +20,12 @@ from headstart.heads.cache import LENGTH_STEP, PositionCache
 from headstart.heads.errors import WrongInput
 from headstart.heads.facts import TargetFacts, default_taps
 from headstart.heads.llama_body import LlamaBody, is_llama_like
-from headstart.heads.model_folder import no_progress_bars
+from headstart.heads.model_files import read_config, read_model
 from headstart.heads.packed import MIN_ROWS, FrozenLinear
 from headstart.heads.paths import Prompt
 from headstart.heads.precision import DTYPES, choose_precision
 from headstart.heads.settings import TargetSettings
+from headstart.heads.shipped import LAYOUTS, load_pieces
 from headstart.heads.target_facts import check_supported, check_taps, read_facts
 from headstart.heads.tree import Tree, stacked
 
@@ -184,6 +183,11 @@ class Target:
         """Tensors of the last decoder layer."""
         return self.layer(-1)
 
+    def read_shipped(self, tensors: dict[str, Tensor], whole: bool) -> None:
+        """Fill tensors of a head with the MTP layer in the target's files (`heads/shipped.py`)."""
+        layout = LAYOUTS[self.facts.shipped["layout"]]
+        load_pieces(resolve_model(self.facts.name), layout, self.facts.num_layers, tensors, whole)
+
     @torch.inference_mode()
     def read(self, token_ids: list[np.ndarray], batch_tokens: int = 2048) -> list[States]:
         """Teacher-forced states of whole paths: N - 1 slots of a path of N tokens, the last token is not fed.
@@ -273,14 +277,14 @@ class TargetLoader:
         Raises:
             WrongInput: no such model, files that cannot be read, a cache that cannot roll back, or no such taps.
         """
-        from transformers import AutoConfig, AutoTokenizer
+        from transformers import AutoTokenizer
 
         self.settings = settings
         self.folder = resolve_model(settings.model, key)
         try:
-            config = AutoConfig.from_pretrained(self.folder, trust_remote_code=False)
+            config = read_config(self.folder)
             check_supported(settings.model, config)
-            self.tokenizer: Any = AutoTokenizer.from_pretrained(self.folder, trust_remote_code=False)
+            self.tokenizer: Any = AutoTokenizer.from_pretrained(self.folder, config=config, trust_remote_code=False)
             self.facts = read_facts(settings.model, self.folder, config, self.tokenizer)
         except (OSError, ValueError, KeyError, AttributeError) as error:
             reason = str(error).strip().partition("\n")[0]
@@ -319,37 +323,6 @@ class TargetLoader:
         target = Target(model, self.tokenizer, self.facts, self.taps, direct=self.settings.attention == "auto")
         check_probe(target)
         return target
-
-
-def read_model(name: str, folder: FilePath, **options: Any) -> Any:
-    """The causal language model in a folder, every weight of it from the folder's files.
-
-    Raises:
-        WrongInput: files that cannot be read, or weights that are missing or misshapen and would stay random.
-    """
-    from transformers import AutoModelForCausalLM
-
-    try:
-        with no_progress_bars():
-            model, loading = AutoModelForCausalLM.from_pretrained(
-                folder,
-                use_safetensors=True,
-                trust_remote_code=False,
-                output_loading_info=True,
-                ignore_mismatched_sizes=True,
-                **options,
-            )
-    except (OSError, ValueError, SafetensorError) as error:
-        reason = str(error).strip().partition("\n")[0]
-        raise WrongInput(f"target {name}: the weights in {folder} cannot be read: {reason}") from None
-    random = {*loading["missing_keys"], *(key for key, *_ in loading["mismatched_keys"])}
-    if random:
-        shown = ", ".join(sorted(random)[:4]) + (f" and {len(random) - 4} more" if len(random) > 4 else "")
-        raise WrongInput(
-            f"target {name}: {folder} lacks {len(random)} weights, or has them in another shape, and they would stay "
-            f"random: {shown}.\nCopy the model again, or make its config.json and its weights agree."
-        )
-    return model
 
 
 def load_target(settings: TargetSettings, taps: list[int] | None = None, dtype: str | None = None) -> Target:

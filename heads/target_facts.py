@@ -8,6 +8,7 @@ from typing import Any
 
 from headstart.heads.errors import WrongInput
 from headstart.heads.facts import TargetFacts
+from headstart.heads.shipped import read_shipped
 from headstart.heads.store import hash_file, hash_json
 
 # Fields of config.json that say which library wrote it, not what the model computes.
@@ -92,6 +93,7 @@ def read_facts(name: str, folder: Path, config: Any, tokenizer: Any) -> TargetFa
         stop_ids=sorted(i for i in stop_ids if i < vocab_size),
         fingerprint=fingerprint(folder, tokenizer, stop_ids, set(_as_list(getattr(config, "eos_token_id", None)))),
         **layer_form(config),
+        shipped=read_shipped(folder, config),
     )
 
 

@@ -42,3 +42,20 @@ def tiny_tied_target():
     from headstart.heads.target import load_target
 
     return load_target(TargetSettings(model="tiny-tied", dtype="float32", device="cpu"))
+
+
+@pytest.fixture(scope="session")
+def tiny_shipped_target(tmp_path_factory):
+    """A random GLM with experts that ships an MTP layer, in several files."""
+    from headstart.heads.settings import TargetSettings
+    from headstart.heads.target import load_target
+    from tests.shipped_targets import write_target
+
+    folder = write_target(tmp_path_factory.mktemp("shipped"), "glm4_moe", shards=True)
+    return load_target(TargetSettings(model=str(folder), dtype="float32", device="cpu"))
+
+
+@pytest.fixture
+def target(kind, request):
+    """A tiny target that a head of this kind can be made for (the `FORMS` of tests/kinds.py)."""
+    return request.getfixturevalue("tiny_shipped_target" if kind == "mtp/shipped" else "tiny_target")

@@ -1,8 +1,10 @@
 """Every kind of head there is, in every variant that a switch makes: a new kind is in all matrices by its registry line."""
 
+import json
 from dataclasses import fields
 
 import torch
+from transformers import Glm4MoeConfig
 
 from headstart.heads.checkpoint import KINDS, build_head
 from headstart.heads.decoder import DecoderLayer
@@ -27,8 +29,8 @@ def switches(kind):
     return [{name: not getattr(settings, name)} for name in names if name != "init_from_target"]
 
 
-# Kinds, and after a slash the setting that makes another form of one: it holds the number of drafted tokens.
-FORMS = [*KINDS, "mtp/num_modules"]
+# Kinds, and after a slash the setting that makes another form of one: a switch, or the number of drafted tokens.
+FORMS = [*KINDS, "mtp/num_modules", "mtp/shipped"]
 VARIANTS = [(kind, flags) for kind in KINDS for flags in [{}, *switches(kind), *MORE.get(kind, [])]]
 
 
@@ -36,8 +38,9 @@ def make_settings(kind, depth, **flags):
     """Settings of a kind, or of a form of it, that can draft `depth` tokens."""
     kind, _, form = kind.partition("/")
     settings = HEADS[kind]()
-    sized = {form or settings.depth_setting: depth} if form or settings.max_depth is not None else {}
-    return HEADS[kind](**{**sized, **flags})
+    formed = {form: isinstance(getattr(settings, form), bool) or depth} if form else {}
+    sized = {settings.depth_setting: depth} if settings.max_depth is not None else {}
+    return HEADS[kind](**{**sized, **formed, **flags})
 
 
 def random_head(kind, depth, facts, draft_ids_V, dtype=torch.float32, seed=0, **flags):
@@ -48,6 +51,24 @@ def random_head(kind, depth, facts, draft_ids_V, dtype=torch.float32, seed=0, **
         for parameter in head.parameters():
             parameter += (0.3 if parameter.dim() == 1 else 0.1) * torch.randn_like(parameter)
     return head
+
+
+def shipped_layer(width):
+    """`TargetFacts.shipped` of a target with four experts and four heads; their values are `fill_shipped`'s."""
+    config = Glm4MoeConfig(
+        hidden_size=width, num_attention_heads=4, num_key_value_heads=2, head_dim=width // 4, moe_intermediate_size=24,
+        n_routed_experts=4, num_experts_per_tok=2, use_qk_norm=True, rms_norm_eps=1e-5, max_position_embeddings=256,
+        vocab_size=96, intermediate_size=48,
+    )  # fmt: skip
+    return {"layout": "glm4_moe", "config": json.loads(config.to_json_string(use_diff=False))}
+
+
+def fill_shipped(tensors, whole):
+    """Stands for a target's files, which hold some tensors of its MTP layer (`Target.read_shipped`)."""
+    for name, tensor in tensors.items():
+        random = torch.Generator().manual_seed(len(name))
+        noise = torch.randn(tensor.shape, generator=random)
+        tensor.copy_(1 + 0.3 * noise if name.endswith("norm.weight") else 0.1 * noise)
 
 
 def random_layer(facts, index, dtype=torch.float32):

@@ -114,6 +114,8 @@ def eagle1_logits(head, final_SH: Tensor, next_tokens_S: Tensor, t: int, depth: 
 
 
 def mtp_logits(head, final_SH: Tensor, next_tokens_S: Tensor, t: int, depth: int) -> Tensor:
+    if head.settings.shipped:
+        return shipped_logits(head, final_SH, next_tokens_S, t, depth)
     w, eps = {k: v.detach() for k, v in head.state_dict().items()}, head.facts.rms_norm_eps
 
     def residual_of(module: str, hidden: Tensor, slot: int, position: int) -> Tensor:
@@ -148,6 +150,27 @@ def mtp_logits(head, final_SH: Tensor, next_tokens_S: Tensor, t: int, depth: int
             attention.add(rms(residual, w[f"{name}.input_layernorm.weight"], eps), t + j)
         hidden = attended_state(name, attention, residual, t + j)
         logits.append(w["lm_head.weight"] @ hidden)
+    return torch.stack(logits)
+
+
+def shipped_logits(head, final_SH: Tensor, next_tokens_S: Tensor, t: int, depth: int) -> Tensor:
+    """The whole text from scratch for every depth, as an ordinary causal pass of the layer."""
+    w, eps = {k: v.detach() for k, v in head.state_dict().items()}, head.facts.rms_norm_eps
+    hidden, logits = list(final_SH[: t + 1]), []
+    for j in range(depth):
+        embedded = [head.embedding_VH[int(token)].to(final_SH.dtype) for token in next_tokens_S[: t + 1 + j]]
+        embedded[0] = torch.zeros_like(embedded[0])
+        read = [
+            torch.cat((rms(e, w["enorm.weight"], eps), rms(h, w["hnorm.weight"], eps)))
+            for e, h in zip(embedded, hidden, strict=True)
+        ]
+        x_1TH = (torch.stack(read) @ w["eh_proj.weight"].T)[None]
+        position_1T = torch.arange(t + 1 + j)[None]
+        causal = torch.ones(1, 1, t + 1 + j, t + 1 + j, dtype=torch.bool).tril()
+        turned = head.rotary(x_1TH, position_1T)
+        y = head.block(x_1TH, attention_mask=causal, position_ids=position_1T, position_embeddings=turned)[0, -1]
+        hidden.append(rms(y, w["norm.weight"], eps))
+        logits.append(w["lm_head.weight"] @ hidden[-1])
     return torch.stack(logits)
 
 

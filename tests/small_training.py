@@ -17,12 +17,12 @@ from headstart.heads.vocabulary import choose_draft_vocabulary
 from headstart.trainer.data import EvaluationRows, TrainingRows
 from headstart.trainer.loop import Job, train
 from headstart.trainer.settings import TrainSettings
-from tests.kinds import make_settings, random_layer
+from tests.kinds import fill_shipped, make_settings, random_layer, shipped_layer
 
 FACTS = TargetFacts(
     name="small", hidden_size=32, num_layers=6, num_heads=4, num_kv_heads=2, head_dim=8, intermediate_size=48,
     vocab_size=96, num_tokens=90, rms_norm_eps=1e-5, rope_parameters={"rope_type": "default", "rope_theta": 1e4},
-    max_position=256, special_ids=[0, 1, 89], stop_ids=[89], fingerprint={"weights": "none"},
+    max_position=256, special_ids=[0, 1, 89], stop_ids=[89], fingerprint={"weights": "none"}, shipped=shipped_layer(32),
 )  # fmt: skip
 SETTINGS = TrainSettings(
     num_steps=24, batch_tokens=160, learning_rate=4e-3, warmup_steps=4, dtype="float32", eval_every=8, save_every=5,
@@ -53,6 +53,9 @@ class SmallTarget:
 
     def layer(self, index):
         return random_layer(FACTS, index)
+
+    def read_shipped(self, tensors, whole):
+        fill_shipped(tensors, whole)
 
 
 class RandomFeatures:

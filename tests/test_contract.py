@@ -18,14 +18,14 @@ from headstart.heads.paths import Path
 from headstart.heads.settings import Eagle3Settings
 from headstart.heads.target import Target
 from headstart.heads.vocabulary import choose_draft_vocabulary, coverage
-from tests.kinds import FORMS, VARIANTS, random_head, random_layer, rollout_logits
+from tests.kinds import FORMS, VARIANTS, fill_shipped, random_head, random_layer, rollout_logits, shipped_layer
 from tests.oracle import oracle_logits
 
 DEPTH = 5
 FACTS = TargetFacts(
     name="paper", hidden_size=32, num_layers=6, num_heads=4, num_kv_heads=2, head_dim=8, intermediate_size=48,
     vocab_size=96, num_tokens=90, rms_norm_eps=1e-5, rope_parameters={"rope_type": "default", "rope_theta": 1e4},
-    max_position=256, special_ids=[0, 1, 89], stop_ids=[89], fingerprint={"weights": "none"},
+    max_position=256, special_ids=[0, 1, 89], stop_ids=[89], fingerprint={"weights": "none"}, shipped=shipped_layer(32),
 )  # fmt: skip
 PRECISION = [(torch.float32, 1e-5), (torch.float64, 1e-10)]
 
@@ -51,6 +51,9 @@ class PaperTarget:
 
     def layer(self, index):
         return random_layer(FACTS, index, self.table.dtype)
+
+    def read_shipped(self, tensors, whole):
+        fill_shipped(tensors, whole)
 
 
 def make_head(kind, flags, dtype):
@@ -94,6 +97,11 @@ def pair_logits(head, rows, depth, num_slots=None):
     return found
 
 
+def allowed(head, tolerance):
+    """Layers of transformers norm in float32 whatever the precision."""
+    return tolerance if not getattr(head.settings, "shipped", False) else max(tolerance, 1e-6)
+
+
 def assert_close(actual, expected, tolerance):
     assert (actual - expected).abs().max() <= tolerance * expected.abs().max()
 
@@ -102,6 +110,7 @@ def assert_close(actual, expected, tolerance):
 @pytest.mark.parametrize(("dtype", "tolerance"), PRECISION)
 def test_rollout_equals_the_oracle(kind, flags, dtype, tolerance):
     head = make_head(kind, flags, dtype)
+    tolerance = allowed(head, tolerance)
     rows = make_rows(head, [(5, 9), (1, 7), (4, 3)], dtype)
     with torch.no_grad():
         found = pair_logits(head, rows, DEPTH, num_slots=64)
@@ -137,6 +146,7 @@ def first_tokens(rows):
 def test_draft_equals_rollout_along_paths(kind, flags, dtype, tolerance):
     """20 paths decoded as one ragged batch, with scripted accepted counts 0..depth in random order."""
     head = make_head(kind, flags, dtype)
+    tolerance = allowed(head, tolerance)
     random = np.random.default_rng(3)
     lengths = [(int(random.integers(1, 9)), int(random.integers(4, 40))) for _ in range(20)]
     rows = make_rows(head, lengths, dtype)
@@ -211,9 +221,9 @@ def test_future_tokens_and_states_change_nothing(kind, flags):
     assert min((t for _, t, _ in moved), default=cut + 1) > cut
     for (row, t, j), logits in before.items():
         if t <= cut:
-            assert_close(after_states[row, t, j], logits, 1e-12)
+            assert_close(after_states[row, t, j], logits, allowed(head, 1e-12))
         if t + j <= cut:
-            assert_close(after_tokens[row, t, j], logits, 1e-12)
+            assert_close(after_tokens[row, t, j], logits, allowed(head, 1e-12))
 
 
 def branch_row(row, t, tokens, dtype):
@@ -236,6 +246,7 @@ def branch_row(row, t, tokens, dtype):
 def test_a_drafted_tree_equals_rollout_along_every_branch(kind, flags, dtype, tolerance):
     """Random trees of a ragged batch, one after the other, with random accepted counts between them."""
     head = make_head(kind, flags, dtype)
+    tolerance = allowed(head, tolerance)
     random = np.random.default_rng(4)
     prompts = [5, 1, 9]
     rows = make_rows(head, [(prompt, 16) for prompt in prompts], dtype)
@@ -295,7 +306,7 @@ def test_neighbours_order_and_filler_change_nothing(kind):
             alone = pair_logits(head, [rows[i]], DEPTH)
             assert {(t, j) for row, t, j in together if row == place} == {(t, j) for _, t, j in alone}
             for (_, t, j), logits in alone.items():
-                assert_close(together[(place, t, j)], logits, 1e-12)
+                assert_close(together[(place, t, j)], logits, allowed(head, 1e-12))
 
 
 @pytest.mark.parametrize("kind", FORMS)

@@ -70,14 +70,14 @@ def test_every_kind_resumes_as_if_never_stopped(kind, tmp_path):
 
 
 @every_kind
-def test_replies_that_were_learned_are_drafted_live(kind, tiny_target):
+def test_replies_that_were_learned_are_drafted_live(kind, target):
     """From first weights out of the target, through the serving path, at every trained depth."""
-    prompts = make_prompts(tiny_target, [7, 9, 5, 12, 8, 6, 10, 11])
+    prompts = make_prompts(target, [7, 9, 5, 12, 8, 6, 10, 11])
     names = [f"p{i}" for i in range(len(prompts))]
-    plain = decode(tiny_target, prompts, None, 0, 16, NO_STOP)
+    plain = decode(target, prompts, None, 0, 16, NO_STOP)
     paths = [make_path(p, r.token_ids, name) for p, r, name in zip(prompts, plain, names, strict=True)]
-    head = fitted_head(tiny_target, paths, steps=200, kind=kind, every=1, enough=0.02)
-    live = decode(tiny_target, prompts, HeadDrafter(head.pack()), 3, 16, NO_STOP, batch=8)
+    head = fitted_head(target, paths, steps=200, kind=kind, every=1, enough=0.02)
+    live = decode(target, prompts, HeadDrafter(head.pack()), 3, 16, NO_STOP, batch=8)
     counts = live_counts(live, names, ["chat"] * 8, 3)
     accepted_K, judged_K = sum(c.accepted_K for c in counts), sum(c.judged_K for c in counts)
     assert (accepted_K >= np.array([0.95, 0.9, 0.9]) * judged_K).all()
@@ -85,17 +85,17 @@ def test_replies_that_were_learned_are_drafted_live(kind, tiny_target):
 
 
 @every_kind
-def test_live_replies_are_the_targets_own_and_take_the_steps_computed_offline(kind, tiny_target):
-    prompts = make_prompts(tiny_target, [7, 12, 20, 33])
-    plain = decode(tiny_target, prompts, None, 0, 24, NO_STOP)
+def test_live_replies_are_the_targets_own_and_take_the_steps_computed_offline(kind, target):
+    prompts = make_prompts(target, [7, 12, 20, 33])
+    plain = decode(target, prompts, None, 0, 24, NO_STOP)
     names = [f"p{i}" for i in range(len(prompts))]
     paths = [make_path(p, r.token_ids, name) for p, r, name in zip(prompts, plain, names, strict=True)]
-    head = fitted_head(tiny_target, paths[:2], kind=kind)
-    states = tiny_target.read([path.token_N for path in paths])
+    head = fitted_head(target, paths[:2], kind=kind)
+    states = target.read([path.token_N for path in paths])
     batch = pack([(path, s.taps, s.final) for path, s in zip(paths, states, strict=True)])
     for draft_length, stop_below in ((1, 0.0), (3, 0.2), (3, 0.0)):
         drafter = HeadDrafter(head.pack(), stop_below=stop_below)
-        live = decode(tiny_target, prompts, drafter, draft_length, 24, NO_STOP, batch=3)
+        live = decode(target, prompts, drafter, draft_length, 24, NO_STOP, batch=3)
         assert [r.token_ids for r in live] == [r.token_ids for r in plain]
         replies = reply_acceptance(head, [batch], draft_length)
         offline = count_replies([stopped(reply, stop_below) for reply in replies], draft_length)

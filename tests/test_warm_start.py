@@ -46,12 +46,12 @@ def trained(kind, target, ids=IDS, **flags):
     return head.eval()
 
 
-def write_recipe(folder: Path, text: str) -> Path:
+def write_recipe(folder: Path, text: str, model: str = "tiny") -> Path:
     (folder / "mine.jsonl").write_text("".join(f'{{"prompt": "What is the capital of {name}?"}}\n' for name in PLACES))
     (folder / "held.jsonl").write_text('{"prompt": "Name three rivers that flow north."}\n')
     path = folder / "mine.yaml"
     path.write_text(
-        "target: {model: tiny, dtype: float32, device: cpu}\n"
+        f"target: {{model: {model}, dtype: float32, device: cpu}}\n"
         "prompts: {sources: [mine.jsonl], heldout: held.jsonl, num_train: 0, num_validation: 1}\n"
         f"traffic: {{max_new_tokens: 16}}\n{text}\nexport: {{engines: []}}\n"
         "eval: {draft_lengths: [1], draft_length: 1, speed_draft_lengths: [1]}\n"
@@ -61,7 +61,7 @@ def write_recipe(folder: Path, text: str) -> Path:
 
 def started(folder, target, tmp_path, head="", **sections):
     """The head that a recipe which only names `folder` begins with."""
-    path = write_recipe(tmp_path, f"head: {{init_from: {folder}{head}}}")
+    path = write_recipe(tmp_path, f"head: {{init_from: {folder}{head}}}", target.facts.name)
     recipe = load_recipe(path)
     start = check_recipe(recipe, path, [], render=False).start
     return new_head(recipe, target, [], start).eval()
@@ -75,19 +75,19 @@ def assert_same_logits(head, other, batch, tolerance=0.0):
 
 
 @every_kind
-def test_a_saved_head_of_every_kind_goes_on_with_its_own_settings(kind, tiny_target, batch, tmp_path):
+def test_a_saved_head_of_every_kind_goes_on_with_its_own_settings(kind, target, batch, tmp_path):
     flags = {"norm_output": True, "taps": [1, 2, 3]} if kind == "eagle3" else {}
-    head = trained(kind, tiny_target, **flags)
+    head = trained(kind, target, **flags)
     (tmp_path / "old").mkdir()
     save_head(tmp_path / "old", head, step=7)
-    again = started(tmp_path / "old", tiny_target, tmp_path)
+    again = started(tmp_path / "old", target, tmp_path)
     assert again.kind == head.kind
     assert replace(again.settings, init_from="") == replace(head.settings, init_from="")
     assert_same_logits(again, head, batch)
     start = read_start(tmp_path / "old")
     assert again.settings.init_from == start.sha256
     assert set(again.trained_tensors()) <= again.origins().keys()
-    save_head(tmp_path / "old", trained(kind, tiny_target, seed=1, **flags), step=7)
+    save_head(tmp_path / "old", trained(kind, target, seed=1, **flags), step=7)
     assert read_start(tmp_path / "old").sha256 != start.sha256
 
 

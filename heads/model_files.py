@@ -1,0 +1,62 @@
+"""A model's folder as transformers reads it: its config, and the model with every weight from the folder's files."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+
+from headstart.heads.errors import WrongInput
+from headstart.heads.model_folder import quiet_transformers
+
+# Families that transformers knows under another name only, whose layers are that family's to the letter.
+SAME_AS = {"mimo": "qwen2"}
+
+
+def read_config(folder: Path) -> Any:
+    """transformers' config of a model folder.
+
+    Raises:
+        OSError, ValueError: no config, or of a family that transformers does not know.
+    """
+    from transformers import AutoConfig
+
+    try:
+        values = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        raise ValueError(f"config.json is no JSON: {error}") from None
+    if (family := SAME_AS.get(values.get("model_type", ""))) is None:
+        return AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    return AutoConfig.for_model(family, **{k: v for k, v in values.items() if k not in ("model_type", "auto_map")})
+
+
+def read_model(name: str, folder: Path, **options: Any) -> Any:
+    """The causal language model in a folder, every weight of it from the folder's files.
+
+    Raises:
+        WrongInput: files that cannot be read, or weights that are missing or misshapen and would stay random.
+    """
+    from transformers import AutoModelForCausalLM
+
+    try:
+        with quiet_transformers():
+            model, loading = AutoModelForCausalLM.from_pretrained(
+                folder,
+                config=read_config(folder),
+                use_safetensors=True,
+                trust_remote_code=False,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,
+                **options,
+            )
+    except (OSError, ValueError, SafetensorError) as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise WrongInput(f"target {name}: the weights in {folder} cannot be read: {reason}") from None
+    random = {*loading["missing_keys"], *(key for key, *_ in loading["mismatched_keys"])}
+    if random:
+        shown = ", ".join(sorted(random)[:4]) + (f" and {len(random) - 4} more" if len(random) > 4 else "")
+        raise WrongInput(
+            f"target {name}: {folder} lacks {len(random)} weights, or has them in another shape, and they would stay "
+            f"random: {shown}.\nCopy the model again, or make its config.json and its weights agree."
+        )
+    return model
