@@ -10,8 +10,9 @@ import pytest
 
 from headstart.heads.builtin import resolve_model
 from headstart.heads.errors import WrongInput
-from headstart.launch.check import check_recipe, skip_lines
+from headstart.launch.check import check_loaded, check_recipe, skip_lines
 from headstart.launch.recipe import built_in_recipes, find_recipe, load_recipe
+from headstart.launch.variants import load
 
 SCRIPTS = Path(sys.executable).parent
 
@@ -151,8 +152,9 @@ def test_a_folder_that_holds_no_model_is_refused(recipe: Path) -> None:
 @pytest.mark.parametrize("name", sorted(built_in_recipes()))
 def test_every_built_in_recipe_fits_its_target(name: str) -> None:
     path = find_recipe(name)
-    recipe, eagle = load_recipe(path), load_recipe(find_recipe("eagle"))
-    check_recipe(recipe, path, [], render=name == "eagle" or recipe.prompts != eagle.prompts)  # the same prompts once
+    loaded, eagle = load(path), load_recipe(find_recipe("eagle"))
+    held_by_eagle = loaded.variants or loaded.shared.prompts == eagle.prompts  # rendered once
+    check_loaded(loaded, path, [], render=name == "eagle" or not held_by_eagle)
 
 
 @pytest.mark.parametrize(

@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 
 from headstart.launch.cli import build_parser
-from headstart.launch.recipe import built_in_recipes, find_recipe, load_recipe
+from headstart.launch.recipe import built_in_recipes, find_recipe
 from headstart.launch.schema import keys
 from headstart.launch.settings import Recipe
+from headstart.launch.variants import load
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
@@ -36,13 +37,14 @@ def test_documented_commands_parse(path: Path) -> None:
         options = build_parser().parse_args(arguments)
         overrides = [item for item in getattr(options, "overrides", []) if "=" in item]
         known = {key.path for key in keys(Recipe)}
-        assert {item.partition("=")[0] for item in overrides} <= known, arguments
+        named = {re.sub(r"^variants\.[^.]+\.", "", item.partition("=")[0]) for item in overrides}
+        assert named <= known, arguments
     for arguments in commands(text, "accelerate"):
         recipe = arguments[-1]
         assert arguments[0] == "launch"
         assert recipe.endswith(".yaml")
         if recipe.startswith("recipes/"):
-            load_recipe(find_recipe(recipe))
+            load(find_recipe(recipe))
 
 
 def test_examples_in_help_parse() -> None:

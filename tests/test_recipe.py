@@ -1,6 +1,7 @@
 """A recipe is checked whole: every problem at once, with place, dotted path and the nearest key."""
 
 from pathlib import Path
+from typing import get_args, get_type_hints
 
 import pytest
 
@@ -16,6 +17,10 @@ from headstart.launch.recipe import (
 )
 from headstart.launch.schema import keys
 from headstart.launch.settings import Recipe
+from headstart.launch.variants import load
+from headstart.trainer.settings import LossSettings
+
+LOSSES = get_type_hints(LossSettings)["kind"]
 
 
 def write(tmp_path: Path, text: str, name: str = "mine.yaml") -> Path:
@@ -216,7 +221,7 @@ def test_the_resolved_recipe_reads_back_equal_and_is_python_too(tmp_path: Path) 
 @pytest.mark.parametrize("name", sorted(built_in_recipes()))
 def test_every_built_in_recipe_is_valid_and_carries_the_launch_lines(name: str) -> None:
     path = find_recipe(name)
-    assert load_recipe(path).run.name == Path(name).name
+    assert load(path).shared.run.name == Path(name).name
     lines = path.read_text().splitlines()
     assert FIRST_LINE in lines
     assert lines[-1] == LAST_LINE
@@ -232,6 +237,16 @@ def test_every_kind_has_a_recipe_that_shares_the_targets_answers(kind: str) -> N
     for section in ("target", "prompts", "traffic", "features"):
         assert getattr(recipe, section) == getattr(eagle, section)
     assert recipe.run.seed == eagle.run.seed
+
+
+def test_the_bake_off_has_every_kind_and_shares_its_traffic_with_that_of_every_loss() -> None:
+    heads, losses = load(find_recipe("bakeoff")).variants, load(find_recipe("losses")).variants
+    assert {recipe.head.kind for recipe in heads.values()} == set(HEADS)
+    assert set(losses) == {recipe.train.loss.kind for recipe in losses.values()} == set(get_args(LOSSES))
+    first, second = heads["eagle3"], losses["kl"]
+    assert (first.head, first.train) == (second.head, second.train)
+    for section in ("target", "prompts", "traffic", "features"):
+        assert getattr(first, section) == getattr(second, section)
 
 
 def test_every_setting_has_a_doc() -> None:
