@@ -2,7 +2,7 @@
 
 A drafter opens a session for a batch of requests. In every step the decoder asks the session for a proposal, verifies
 it, and tells it the emitted block: the accepted drafts and the token the target added. Lookup costs nothing to train or
-run, so it is the baseline that a head has to beat. `language_model.py` has small models as drafters.
+run, so it is the baseline that a head has to beat.
 """
 
 from collections.abc import Callable, Sequence

@@ -6,7 +6,6 @@ nothing catches on the tiny target (on the toy, where only enumeration can tell)
 catches, is a failure of the battery.
 """
 
-import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -17,16 +16,17 @@ import numpy as np
 import torch
 
 from headstart.eval.decode import decode
-from headstart.eval.drafters import Drafter
+from headstart.eval.drafters import Drafter, HeadDrafter
 from headstart.eval.enumeration import Toy, ToyDecoder, TreeDecoder, compare
 from headstart.eval.faults import CONTROLS, FAULTS, STALE_CACHE, Case, RejectedDrafter, StaleCache
 from headstart.eval.identity import Rescorer, identity_check
-from headstart.eval.language_model import LanguageModelDrafter
 from headstart.eval.law_tests import LEVEL
 from headstart.eval.lossless import Speculation, first_tokens_check, martingale_check
 from headstart.eval.toy_samples import first_tokens_p, martingale_p
 from headstart.heads.cache import LENGTH_STEP, PositionCache
-from headstart.heads.target import Target
+from headstart.heads.draft import DraftModel
+from headstart.heads.settings import DraftSettings, TargetSettings
+from headstart.heads.target import Target, load_target
 
 CACHE_TOKENS = 24  # tokens of a reply in the check of the cache
 TINY_TOKENS = 32  # of the tiny target's ids that can be said: few, so that every sequence is met often
@@ -42,26 +42,25 @@ Check = dict[str, Any]
 
 @dataclass(frozen=True)
 class TinyBench:
-    """The built-in random target, a model that resembles it as its draft, and a prompt."""
+    """The built-in random target, a draft model that resembles it, and a prompt."""
 
     target: Target
-    draft: Target
+    draft: DraftModel
     prompt: list[int]
 
     @classmethod
     def new(cls) -> "TinyBench":
-        from headstart.heads.settings import TargetSettings
-        from headstart.heads.target import load_target
-
         target = load_target(TargetSettings(model="tiny", dtype="float32", device="cpu"))
-        return cls(target, noisy_model(target, NOISE), list(range(40, 52)))
+        facts = replace(target.facts, num_tokens=TINY_TOKENS)
+        target = Target(target.model, target.tokenizer, facts, target.taps)
+        return cls(target, noisy_draft(target, NOISE), list(range(40, 52)))
 
     def way(self, case: Case, seed: int) -> Speculation:
         """The reference decoder with what is wrong in this case."""
         stop_ids = list(TINY_STOPS) if case.stops else []
-        facts = replace(self.target.facts, num_tokens=TINY_TOKENS, stop_ids=stop_ids)
+        facts = replace(self.target.facts, stop_ids=stop_ids)
         target = Target(self.target.model, self.target.tokenizer, facts, self.target.taps)
-        drafter = LanguageModelDrafter(self.draft, facts, case.stop_below)
+        drafter = HeadDrafter(self.draft, stop_below=case.stop_below)
         return Speculation(
             target, drafter, case.sampling, case.draft, DRAFT_LENGTH, case.rule, TINY_BATCH, seed, case.parts, case.tree
         )
@@ -76,15 +75,17 @@ class TinyBench:
         ]
 
 
-def noisy_model(target: Target, noise: float = 0.05, seed: int = 0) -> Target:
-    """A model that often agrees with the target: its weights with noise, as a share of their size."""
-    model = copy.deepcopy(target.model)
+@torch.no_grad()
+def noisy_draft(target: Target, noise: float = 0.05, seed: int = 0) -> DraftModel:
+    """A draft model that often agrees with the target: all its layers, with noise as a share of their weights' spread."""
+    facts = target.facts
+    head = DraftModel(DraftSettings(layers=list(range(facts.num_layers))), facts, torch.arange(facts.num_tokens))
+    head.load_target(target, initialise=True)
     generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() == 2:
-                parameter += noise * parameter.std() * torch.randn(parameter.shape, generator=generator)
-    return Target(model, target.tokenizer, target.facts, taps=[0])
+    for parameter in head.parameters():
+        if parameter.dim() == 2:
+            parameter += noise * parameter.std() * torch.randn(parameter.shape, generator=generator)
+    return head.eval()
 
 
 def open_toy(case: Case, toy: Toy) -> ToyDecoder:

@@ -1,17 +1,14 @@
 """What tests of decoding share: prompts, paths, small heads and small models on the tiny target."""
 
-import copy
-from dataclasses import replace
-
 import numpy as np
 import torch
-from transformers import LlamaForCausalLM
 
 from headstart.eval.decode import decode
 from headstart.heads.batch import pack
 from headstart.heads.checkpoint import build_head
+from headstart.heads.draft import DraftModel
 from headstart.heads.paths import Path
-from headstart.heads.target import Target
+from headstart.heads.settings import DraftSettings
 from tests.kinds import make_settings, rollout_logits
 
 NO_STOP: list[int] = []
@@ -74,15 +71,13 @@ def continuations(target, prompts, num_tokens):
     return {tuple(p): r.token_ids for p, r in zip(prompts, replies, strict=True)}
 
 
-def random_model(target, num_layers=1, vocab_size=504, num_tokens=None, seed=0):
-    """A small model with the target's tokenizer that knows nothing of the target; its table may have another size."""
-    config = copy.deepcopy(target.model.config)
-    config.num_hidden_layers, config.vocab_size = num_layers, vocab_size
+def random_draft(target, seed=0):
+    """A draft model of one random layer, which knows nothing of the target but has opinions."""
     torch.manual_seed(seed)
-    model = LlamaForCausalLM(config).eval().requires_grad_(False)
+    head = DraftModel(DraftSettings(layers=[0]), target.facts, torch.arange(target.facts.num_tokens))
+    head.load_target(target, initialise=False)
     with torch.no_grad():
-        for parameter in model.parameters():
+        for parameter in head.parameters():
             if parameter.dim() == 2:
-                parameter.mul_(10)  # peaked enough to have opinions
-    facts = replace(target.facts, num_layers=num_layers, vocab_size=vocab_size, num_tokens=num_tokens or 500)
-    return Target(model, target.tokenizer, facts, taps=[0])
+                parameter.copy_(0.5 * torch.randn_like(parameter))
+    return head.eval()

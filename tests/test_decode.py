@@ -7,7 +7,6 @@ import torch
 from headstart.eval.acceptance import acceptance_probabilities, acceptance_row, count_replies, reply_acceptance
 from headstart.eval.decode import decode
 from headstart.eval.drafters import HeadDrafter, NgramDrafter, ngram_acceptance
-from headstart.eval.language_model import LanguageModelDrafter
 from headstart.eval.replies import live_counts
 from headstart.heads.batch import pack, supervised_pairs
 from headstart.heads.contract import Draft, Head, Rollout, greedy
@@ -20,7 +19,7 @@ from tests.small_decoding import (
     fitted_head,
     make_path,
     make_prompts,
-    random_model,
+    random_draft,
     untrained_head,
 )
 
@@ -219,7 +218,7 @@ def test_token_limit_below_the_draft_length_caps_the_draft(tiny_target, max_new_
         ScriptedDrafter(text, 9),
         ScriptedDrafter(text, 1),
         HeadDrafter(untrained_head(tiny_target)),
-        LanguageModelDrafter(random_model(tiny_target), tiny_target.facts),
+        HeadDrafter(random_draft(tiny_target)),
         None,
     ]
     for drafter in drafters:
@@ -238,7 +237,7 @@ def test_prompt_near_the_context_limit(tiny_target, left):
     plain = decode(tiny_target, prompts, None, 0, 20, NO_STOP)
     text = {tuple(p): r.token_ids for p, r in zip(prompts, plain, strict=True)}
     assert [len(r.token_ids) for r in plain] == [left, 20]
-    model = LanguageModelDrafter(random_model(tiny_target), tiny_target.facts)
+    model = HeadDrafter(random_draft(tiny_target))
     for drafter in (ScriptedDrafter(text, 9), HeadDrafter(untrained_head(tiny_target)), model):
         got = decode(tiny_target, prompts, drafter, 8, 20, NO_STOP, batch=2, whole_blocks=True)
         assert [r.token_ids for r in got] == [r.token_ids for r in plain]

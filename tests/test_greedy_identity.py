@@ -9,15 +9,14 @@ from headstart.eval.decode import decode
 from headstart.eval.drafters import HeadDrafter, NgramDrafter
 from headstart.eval.greedy import verify_greedy
 from headstart.eval.identity import Rescorer, identity_check
-from headstart.eval.language_model import LanguageModelDrafter
 from headstart.eval.parts import Parts
-from headstart.eval.proof import noisy_model
+from headstart.eval.proof import noisy_draft
 from headstart.eval.tree_drafts import DynamicTree
 from headstart.heads.settings import TargetSettings
 from headstart.heads.target import Target, load_target
 from headstart.heads.tree import Tree
 from tests.scripted import ScriptedDrafter
-from tests.small_decoding import NO_STOP, fitted_head, make_path, make_prompts, random_model
+from tests.small_decoding import NO_STOP, fitted_head, make_path, make_prompts, random_draft
 
 DRAFT_LENGTH = 4
 TREES = (Tree.branching(3, 2, 1, 1), DynamicTree(DRAFT_LENGTH, 3, 8))
@@ -40,8 +39,8 @@ def ways(tiny_target):
     drafters = {
         "eagle3": (head, None),
         **{str(tree): (head, tree) for tree in TREES},
-        "model": (LanguageModelDrafter(random_model(tiny_target), tiny_target.facts), None),
-        "model tree": (LanguageModelDrafter(noisy_model(tiny_target), tiny_target.facts), TREES[0]),
+        "model": (HeadDrafter(random_draft(tiny_target)), None),
+        "model tree": (HeadDrafter(noisy_draft(tiny_target)), TREES[0]),
         "ngram": (NgramDrafter(), None),
         "scripted": (ScriptedDrafter(script, 2), None),
     }

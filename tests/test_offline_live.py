@@ -13,8 +13,7 @@ from headstart.eval.agreement import live_agreement
 from headstart.eval.calibration import stopped
 from headstart.eval.decode import decode
 from headstart.eval.drafters import HeadDrafter, NgramDrafter, SuffixDrafter, lookup_acceptance
-from headstart.eval.language_model import LanguageModelDrafter, language_model_acceptance
-from headstart.eval.proof import noisy_model
+from headstart.eval.proof import noisy_draft
 from headstart.eval.replies import live_counts
 from headstart.eval.target_law import TargetLaw
 from headstart.heads.batch import pack
@@ -45,7 +44,7 @@ class Bench:
         self.names = [f"p{i}" for i in range(NUM_PROMPTS)]
         self.prompts = make_prompts(target, generator.integers(4, 20, size=NUM_PROMPTS))
         self.head = fitted_head(target, self.record(Sampling(0.7), "fit", 32), steps=60)
-        self.model = LanguageModelDrafter(noisy_model(target), target.facts)
+        self.model = HeadDrafter(noisy_draft(target))
         self.lookups = {"ngram": NgramDrafter(), "suffix": SuffixDrafter()}
         self.script = ScriptedDrafter(continuations(target, self.prompts, NUM_NEW + 8), 3)
 
@@ -73,13 +72,12 @@ class Bench:
     def offline(self, kind, paths, draft_length, sampling, draft):
         law = TargetLaw(self.target, sampling)
         temperature = sampling.temperature if draft == "sampled" else 0.0
-        if kind.startswith("eagle3"):
+        if kind == "model" or kind.startswith("eagle3"):
             states = self.target.read([path.token_N for path in paths])
             batch = pack([(path, s.taps, s.final) for path, s in zip(paths, states, strict=True)])
-            replies = reply_acceptance(self.head, [batch], draft_length, temperature, law)
+            head = self.model.head if kind == "model" else self.head
+            replies = reply_acceptance(head, [batch], draft_length, temperature, law)
             replies = [stopped(reply, STOP_BELOW) for reply in replies] if "stops" in kind else replies
-        elif kind == "model":
-            replies = language_model_acceptance(self.model, paths, draft_length, temperature, law)
         elif kind == "scripted":
             replies = scripted_acceptance(self.script, paths, draft_length)
         else:
@@ -181,13 +179,16 @@ def test_acceptance_on_recorded_logprobs_is_that_of_the_law(bench):
 
 
 def test_sampled_drafts_for_a_greedy_target_are_kept_with_their_own_probability(bench):
-    paths = bench.record(Sampling(), "certain", 3)
-    law = TargetLaw(bench.target, Sampling())
-    found = language_model_acceptance(bench.model, paths, 2, temperature=0.8, law=law)
+    paths, head = bench.record(Sampling(), "certain", 3), bench.model.head
+    states = bench.target.read([path.token_N for path in paths])
+    batch = pack([(path, s.taps, s.final) for path, s in zip(paths, states, strict=True)])
+    found = reply_acceptance(head, [batch], 2, temperature=0.8, law=TargetLaw(bench.target, Sampling()))
     for path, reply in zip(paths, found, strict=True):
-        final_SH = bench.model.model.read([path.token_N])[0].final
-        q_SV = (bench.model.logits(final_SH).double() / 0.8).softmax(-1)
+        token_T = torch.from_numpy(path.token_N[:-1]).long()
+        with torch.no_grad():
+            final_TH = head.model.paths(head.embed(token_T), torch.arange(len(token_T)), [0, len(token_T)])
+            q_TV = (head.logits(final_TH).double() / 0.8).softmax(-1)
         first = path.num_prompt_tokens
         for start in range(len(reply.accept_TK)):
             label = int(path.token_N[first + 1 + start])
-            assert reply.accept_TK[start, 0] == pytest.approx(float(q_SV[first + start, label]), rel=1e-6)
+            assert reply.accept_TK[start, 0] == pytest.approx(float(q_TV[first + start, label]), rel=1e-5)

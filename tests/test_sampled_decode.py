@@ -8,12 +8,11 @@ import torch
 
 from headstart.eval.decode import decode
 from headstart.eval.drafters import HeadDrafter, NgramDrafter, SuffixDrafter
-from headstart.eval.language_model import LanguageModelDrafter
-from headstart.eval.proof import noisy_model
+from headstart.eval.proof import noisy_draft
 from headstart.eval.replies import live_counts
 from headstart.heads.sampling import Sampling, filtered_probabilities
 from tests.scripted import ScriptedDrafter
-from tests.small_decoding import NO_STOP, continuations, make_prompts, random_model, untrained_head
+from tests.small_decoding import NO_STOP, continuations, make_prompts, random_draft, untrained_head
 
 RULES = ("tokens", "blocks")
 DRAFTS = ("greedy", "sampled")
@@ -23,8 +22,8 @@ DRAFTS = ("greedy", "sampled")
 def drafters(tiny_target):
     return {
         "eagle3": HeadDrafter(untrained_head(tiny_target)),
-        "model": LanguageModelDrafter(noisy_model(tiny_target), tiny_target.facts),
-        "noise": LanguageModelDrafter(random_model(tiny_target), tiny_target.facts),
+        "model": HeadDrafter(noisy_draft(tiny_target)),
+        "noise": HeadDrafter(random_draft(tiny_target)),
         "ngram": NgramDrafter(),
         "suffix": SuffixDrafter(),
     }
