@@ -212,6 +212,11 @@ def compare_run(
     for engine in engines:
         folder = find_export(run, engine)
         record = read_json(folder / RECORD, RECORD_SCHEMA)
+        if record["kind"] != "eagle3":
+            raise WrongInput(
+                f"{folder}: found a head of kind {record['kind']!r}, expected eagle3: no other kind is compared with "
+                "engines yet. Its card has the command that serves it."
+            )
         settings = TargetSettings(model=record["target"]["name"], device="cpu")
         target = load_target(settings, record["taps"], "float32")
         head = load_head(find_checkpoint(run, record["checkpoint"]["sha256"]), target).eval()

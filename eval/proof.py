@@ -84,7 +84,7 @@ def noisy_draft(target: Target, noise: float = 0.05, seed: int = 0) -> DraftMode
     generator = torch.Generator().manual_seed(seed)
     for parameter in head.parameters():
         if parameter.dim() == 2:
-            parameter += noise * parameter.std() * torch.randn(parameter.shape, generator=generator)
+            parameter.add_(noise * parameter.std() * torch.randn(parameter.shape, generator=generator))
     return head.eval()
 
 

@@ -82,7 +82,7 @@ class EvalSettings:
 class ExportSettings:
     """Which folders are written once the gate has passed."""
 
-    engines: list[Literal["vllm", "sglang", "llamacpp"]] = field(default_factory=lambda: ["vllm"])
-    """vllm, sglang, llamacpp: all three read the EAGLE-3 folder, each gets its own card and launch line; [] writes none."""
+    engines: list[Literal["vllm", "sglang", "llamacpp", "transformers"]] = field(default_factory=lambda: ["vllm"])
+    """vllm, sglang, llamacpp, and transformers for draft models: each gets its own card and launch line; [] writes none."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Precision of the written tensors: auto (the target's own), float32 or bfloat16."""

@@ -26,8 +26,8 @@ from headstart.eval.statistics import (
 )
 from headstart.eval.subject import Subject
 from headstart.eval.timings import Timings, balanced, measure_speed
+from headstart.heads.card import METHODS
 from headstart.heads.contract import Head
-from headstart.heads.export import WRITERS
 from headstart.heads.paths import Path
 from headstart.heads.store import versions
 from headstart.heads.target import Target
@@ -220,8 +220,9 @@ def advice(best: dict[str, Any], kind: str, route_accept_len: dict[int, dict[str
         return {**entry, "draft_length": 0, "routes_off": ["all"], "flags": ""}
     step_ratio = best["accept_len"] / best["predicted_speedup"] if best["predicted_speedup"] else 1.0
     routes = route_accept_len.get(best["draft_length"], {})
-    speculative = f'{{"method": "{kind}", "model": "HEAD_FOLDER", "num_speculative_tokens": {best["draft_length"]}}}'
-    flags = f"--speculative-config '{speculative}'" if "vllm" in WRITERS.get(kind, ()) else ""
+    method = METHODS.get(kind, {}).get("vllm")
+    speculative = f'{{"method": "{method}", "model": "HEAD_FOLDER", "num_speculative_tokens": {best["draft_length"]}}}'
+    flags = f"--speculative-config '{speculative}'" if method else ""
     off = [route for route, value in routes.items() if value is not None and value < step_ratio]
     return {**entry, "draft_length": best["draft_length"], "routes_off": off, "flags": flags}
 

@@ -38,7 +38,8 @@ def write_card(folder: Path, evals: dict[str, Any]) -> None:
 
 def card_text(record: dict[str, Any], evals: dict[str, Any]) -> str:
     """The card as Markdown; an untested export says so in its first line."""
-    title = f"# {record['kind'].upper()} draft head for {record['target']['name']}, for {record['engine']}"
+    what = "Draft model" if record["kind"] == "draft" else f"{record['kind'].upper()} draft head"
+    title = f"# {what} for {record['target']['name']}, for {record['engine']}"
     parts = [title, _verdicts(record, evals), _acceptance(record, evals), _speed(record, evals), _serving(record)]
     parts += ["## Definitions\n\n" + DEFINITIONS.strip(), _contents(record), _provenance(record)]
     if record["untested"]:
@@ -138,33 +139,50 @@ def _speed(record: dict[str, Any], evals: dict[str, Any]) -> str:
 
 def _serving(record: dict[str, Any]) -> str:
     lines = ["## Serve it", "", f"```\nTARGET={record['target']['folder']}\nHEAD={record['folder']}\n```"]
-    draft_length = record["draft_length"]
+    draft_length, methods = record["draft_length"], METHODS[record["kind"]]
+    beside = ' --target-model-dir "$TARGET"' if record["kind"] == "eagle3" else ""
     for engine in record["readable_by"]:
         how, command = SERVE[engine]
-        lines += ["", how, "", "```", command.format(k=draft_length, verify=draft_length + 1), "```"]
-    if others := [name for name in SERVE if name not in record["readable_by"]]:
+        filled = command.format(k=draft_length, verify=draft_length + 1, method=methods[engine], beside=beside)
+        lines += ["", how, "", "```", filled, "```"]
+    if others := [name for name in methods if name not in record["readable_by"]]:
         lines += ["", f"Not for {', '.join(others)}: `headstart export --engine` writes their folder, or says why not."]
     return "\n".join(lines)
 
 
+# What each engine calls a kind of head.
+METHODS = {
+    "eagle3": {"vllm": "eagle3", "sglang": "EAGLE3", "llamacpp": "draft-eagle3"},
+    "draft": {
+        "vllm": "draft_model",
+        "sglang": "STANDALONE",
+        "llamacpp": "draft-simple",
+        "transformers": "assistant_model",
+    },
+}
 SERVE = {
     "vllm": (
         "vLLM (always name the method: left out, it is guessed from the path). The CPU build starts with "
         "`python -m vllm.entrypoints.openai.api_server --model` in place of `vllm serve`.",
         'vllm serve "$TARGET" --speculative-config '
-        '\'{{"method":"eagle3","model":"\'"$HEAD"\'","num_speculative_tokens":{k}}}\'',
+        '\'{{"method":"{method}","model":"\'"$HEAD"\'","num_speculative_tokens":{k}}}\'',
     ),
     "sglang": (
         "SGLang:",
-        'python -m sglang.launch_server --model-path "$TARGET" --speculative-algorithm EAGLE3 \\\n'
+        'python -m sglang.launch_server --model-path "$TARGET" --speculative-algorithm {method} \\\n'
         '  --speculative-draft-model-path "$HEAD" --speculative-num-steps {k} --speculative-eagle-topk 1 \\\n'
         "  --speculative-num-draft-tokens {verify}",
     ),
     "llamacpp": (
         "llama.cpp (`convert_hf_to_gguf.py` is in its source tree):",
         'python convert_hf_to_gguf.py "$TARGET" --outfile target.gguf\n'
-        'python convert_hf_to_gguf.py "$HEAD" --target-model-dir "$TARGET" --outfile head.gguf\n'
-        "llama-server -m target.gguf -md head.gguf --spec-type draft-eagle3 --spec-draft-n-max {k} --spec-draft-p-min 0",
+        'python convert_hf_to_gguf.py "$HEAD"{beside} --outfile head.gguf\n'
+        "llama-server -m target.gguf -md head.gguf --spec-type {method} --spec-draft-n-max {k} --spec-draft-p-min 0",
+    ),
+    "transformers": (
+        "transformers (it chooses the number of drafts itself):",
+        "target, draft = (AutoModelForCausalLM.from_pretrained(folder) for folder in (TARGET, HEAD))\n"
+        "target.generate(**inputs, {method}=draft)",
     ),
 }
 
@@ -173,9 +191,14 @@ def _contents(record: dict[str, Any]) -> str:
     tensors = record["tensors"]
     maps = [name for name in ("d2t", "t2d") if name in tensors]
     trained = sum(_size(shape) for name, shape in tensors.items() if name not in maps)
-    lines = [
-        "## What is in the folder",
-        "",
+    lines = ["## What is in the folder", ""]
+    if record["kind"] == "draft":
+        size = f"{trained / 1e6:.1f} M parameters, {record['dtype']}"
+        lines.append(
+            f"- a whole language model ({size}) and the target's tokenizer; it reads the text alone, no states"
+        )
+        return "\n".join(lines)
+    lines += [
         f"- trained ({trained / 1e6:.1f} M parameters, {record['dtype']}): {', '.join(sorted(tensors.keys() - set(maps)))}",
         "- shared with the target at load time: its token embedding. The target itself is untouched",
         f"- taps: {record['taps']}; {record['tap_convention']}",

@@ -65,6 +65,7 @@ class Head(nn.Module, ABC):
     reads: ClassVar[
         Literal["taps", "final", "text"]
     ]  # this kind's feature, of the target's states; of text there is none
+    exports_frozen: ClassVar[bool] = False  # an exported folder is whole: it holds frozen tensors too
     settings: Any  # the dataclass of this kind in heads/settings.py
     facts: TargetFacts
     taps: list[int]  # residual streams read from the target, ascending; none where `final` is read

@@ -60,6 +60,7 @@ class DraftModel(Head):
 
     kind = "draft"
     reads = "text"
+    exports_frozen = True
 
     def __init__(self, settings: DraftSettings, facts: TargetFacts, draft_ids_V: Tensor) -> None:
         super().__init__(settings, facts, draft_ids_V)
@@ -88,13 +89,17 @@ class DraftModel(Head):
 
     # What a checkpoint does not hold
 
+    def source(self, target: Any) -> tuple[Any, str]:
+        """What it is made of, with weights, and what to call that: the target, or the model that the settings name."""
+        if self.base is None:
+            return target, "target"
+        base = open_base(self.settings.model)
+        check_tokens(base, target)
+        return read_base(base, target.device), "model"
+
     @torch.no_grad()
     def load_target(self, target: Any, initialise: bool) -> None:
-        source, whose = target, "target"
-        if self.base is not None:
-            base = open_base(self.settings.model)
-            check_tokens(base, target)
-            source, whose = read_base(base, target.device), "model"
+        source, whose = self.source(target)
         self.embedding_VH = source.embedding_weight().detach()
         self.first_values["embedding_VH"] = f"{whose}'s embedding"
         initialise = initialise and self.settings.init_from_target

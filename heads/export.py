@@ -14,19 +14,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headstart.heads.card import RECORD, RECORD_SCHEMA
+from headstart.heads.card import METHODS, RECORD, RECORD_SCHEMA
 from headstart.heads.checkpoint import write_tensors
 from headstart.heads.contract import Head
 from headstart.heads.eagle3 import Eagle3
 from headstart.heads.errors import WrongInput
 from headstart.heads.facts import TargetFacts
 from headstart.heads.served import DTYPES, ServedEagle3, read_eagle3
-from headstart.heads.settings import Eagle3Settings, HeadSettings
+from headstart.heads.settings import DraftSettings, Eagle3Settings, HeadSettings
 from headstart.heads.store import read_json, write_json
 
-ENGINES = ("vllm", "sglang", "llamacpp")
+ENGINES = ("vllm", "sglang", "llamacpp", "transformers")
 # Engines that each kind of head is written for.
-WRITERS: dict[str, tuple[str, ...]] = {"eagle3": ENGINES}
+WRITERS: dict[str, tuple[str, ...]] = {kind: tuple(methods) for kind, methods in METHODS.items()}
 # Where no method is named, vLLM guesses it from these substrings of a path. The card names it, so that a run may be called
 # eagle-2; the exported folder's own name, which is what people copy, must not mislead.
 METHOD_SUBSTRINGS = {"eagle-": "eagle1", "eagle3": "eagle3", "dflash": "dflash", "dspark": "dspark"}
@@ -45,7 +45,7 @@ def write_eagle3(
     refuse_unservable(head, engine)
     check_folder_name(out, head.kind)
     with fresh_folder(out) as folder:
-        chosen = export_dtype(dtype, head)
+        chosen = export_dtype(dtype, head.embedding_VH.dtype)
         write_json(folder / "config.json", eagle3_config(head, engine, chosen))
         write_tensors(folder / "model.safetensors", eagle3_tensors(head, chosen))
         served = read_eagle3(folder, engine, head.rotary.facts, head.embedding_VH)
@@ -88,7 +88,14 @@ def unservable(settings: HeadSettings, facts: TargetFacts, taps: list[int], engi
     """What `engine` would ignore or misread about a head of these settings; known before it is trained."""
     if unwritten(settings.kind, engine):
         return []
-    assert isinstance(settings, Eagle3Settings)  # the only kind with a writer
+    if isinstance(settings, DraftSettings):
+        reduced = 0 < settings.draft_vocab_size < facts.num_tokens
+        return (
+            [f"draft_vocab_size = {settings.draft_vocab_size}, expected 0: it would draft every token"]
+            if reduced
+            else []
+        )
+    assert isinstance(settings, Eagle3Settings)
     problems = []
     rope = settings.rope_parameters(facts.rope_parameters)
     if rope.get("partial_rotary_factor", 1.0) != 1.0:
@@ -125,9 +132,9 @@ def check_folder_name(out: Path, kind: str) -> None:
         )
 
 
-def export_dtype(name: str, head: Eagle3) -> str:
+def export_dtype(name: str, of_target: torch.dtype) -> str:
     """`auto` is the precision the target was loaded in: engines cast a draft to the target's dtype anyway."""
-    chosen = str(head.embedding_VH.dtype).removeprefix("torch.") if name == "auto" else name
+    chosen = str(of_target).removeprefix("torch.") if name == "auto" else name
     if chosen not in DTYPES:
         raise WrongInput(f"export.dtype: found {chosen!r}, expected auto or one of {', '.join(DTYPES)}.")
     return chosen

@@ -11,9 +11,11 @@ from headstart.eval.settings import EvalSettings, ExportSettings
 from headstart.heads.builtin import resolve_model
 from headstart.heads.card import RECORD, RECORD_SCHEMA, write_card
 from headstart.heads.checkpoint import DESCRIPTION, checkpoint_identity, load_head
+from headstart.heads.draft import DraftModel
 from headstart.heads.eagle3 import Eagle3
 from headstart.heads.errors import WrongInput
 from headstart.heads.export import ENGINES, export_dtype, refuse_unservable, write_eagle3
+from headstart.heads.export_draft import write_draft
 from headstart.heads.served import read_eagle3
 from headstart.heads.store import MANIFEST, MANIFEST_SCHEMA, hash_file, read_json, versions, write_json
 from headstart.heads.target import Target
@@ -45,7 +47,8 @@ def export_head(
         require_gate(run, folder, identity, eval_settings)
     head = load_head(folder, target).to("cpu").eval()
     refuse_unservable(head, engine)
-    assert isinstance(head, Eagle3)  # the only kind with a writer
+    assert isinstance(head, (Eagle3, DraftModel))  # the kinds with a writer
+    dtype = export_dtype(export_settings.dtype, target.dtype)
     out = out or run / "export" / engine
     evals = read_evals(run / "eval")
     # Figures of another checkpoint never reach the card.
@@ -71,7 +74,7 @@ def export_head(
         "taps": head.taps,
         "tap_convention": TAP_CONVENTION,
         "draft_length": recommended_draft_length(measured, engine, eval_settings.draft_length),
-        "dtype": export_dtype(export_settings.dtype, head),
+        "dtype": dtype,
         "tensors": {},
         "files": {},
         "loaded_in": [],
@@ -86,9 +89,14 @@ def export_head(
         write_json(written / RECORD, record)
         write_card(written, measured)
 
-    write_eagle3(head, out, engine, export_settings.dtype, describe)
-    if (rope := head.rotary.facts.rope_parameters) != head.facts.rope_parameters:
-        print(f"note: rotary positions are written as trained, {rope}; the target's are {head.facts.rope_parameters}")
+    if isinstance(head, DraftModel):
+        write_draft(head, target, out, engine, dtype, describe)
+    else:
+        write_eagle3(head, out, engine, dtype, describe)
+        if (rope := head.rotary.facts.rope_parameters) != head.facts.rope_parameters:
+            print(
+                f"note: rotary positions are written as trained, {rope}; the target's are {head.facts.rope_parameters}"
+            )
     state = "UNTESTED head" if untested else "head"
     print(f"{state} for {engine}: {out} (its README.md has the command that serves it)")
     return out
@@ -109,10 +117,12 @@ def checkpoint_folder(run: Path, name: str) -> Path:
     return folder
 
 
-def serves(folder: Path, engine: str, head: Eagle3) -> bool:
+def serves(folder: Path, engine: str, head: Eagle3 | DraftModel) -> bool:
     """Whether an engine would read this folder as trained."""
     try:
         refuse_unservable(head, engine)
+        if isinstance(head, DraftModel):  # one form for all of them, which was read before it got its name
+            return True
         read_eagle3(folder, engine, head.rotary.facts, head.embedding_VH)
     except WrongInput:
         return False

@@ -18,7 +18,8 @@ def tensor_table(head: Head) -> list[tuple[str, str, str, str, str]]:
         if name in trained:
             table.append((name, shape, origins.get(name, "random"), "trained", "yes"))
         else:
-            exported = "as the vocabulary map" if name == "draft_ids_V" else "no, shared by the engine"
+            borrowed = "yes" if head.exports_frozen else "no, shared by the engine"
+            exported = "as the vocabulary map" if name == "draft_ids_V" else borrowed
             table.append((name, shape, origins.get(name, "target"), "frozen", exported))
     return table
 
