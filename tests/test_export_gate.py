@@ -223,3 +223,12 @@ def test_an_engines_figures_reach_the_eval_file_and_the_card_once(run, tiny_targ
     assert card.count("vllm 0.32.0: survival 0.500, 0.200, 0.100 over 20 drafts (2 prompts), verdict pass") == 1
     assert "accept_len: 2.00" in card  # the headline stays our own measurement
     assert json.loads((out / "headstart.json").read_text())["loaded_in"][0]["verdict"] == "pass"
+
+
+def test_a_heads_own_rotary_base_is_exported_as_trained_and_told(tiny_target, run, capsys):
+    save_head(run / "checkpoints" / "step-000007", make_head(tiny_target, rope_theta=500.0), step=7)
+    out = export_head(run, "vllm", tiny_target, SETTINGS, ExportSettings(), untested=True)
+    assert json.loads((out / "config.json").read_text())["rope_theta"] == 500.0
+    told = capsys.readouterr().out
+    assert "rotary positions are written as trained" in told
+    assert "'rope_theta': 10000.0" in told

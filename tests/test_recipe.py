@@ -47,6 +47,7 @@ BAD_RECIPES = [
     ("train: &again {loss: *again}", ["nested too deeply, or an alias that holds itself"]),
     ("run: {name: a/b}", ["run.name: found 'a/b', expected letters"]),
     ("head: {draft_vocab_size: -1}", ["head.draft_vocab_size: found -1, expected at least 0"]),
+    ("head: {draft_vocab_size: 4.0}", ["head.draft_vocab_size: found 4.0, expected a whole number"]),
     ("head: {draft_vocab_size: 0.5}", ["head.draft_vocab_size: found 0.5, expected a whole number"]),
     ("head: {draft_vocab_size: true}", ["head.draft_vocab_size: found true, expected a whole number"]),
     ("head: {taps: [3, 1, 3]}", ["head.taps: found [3, 1, 3], expected ascending tap ids without repeats: [1, 3]"]),
