@@ -1,9 +1,12 @@
-"""Print the rows of docs/results.md that a finished run fills.     Run: python bench/results.py runs/eagle"""
+"""Print the rows of docs/results.md that a finished run or bake-off fills.     Run: python bench/results.py runs/eagle"""
 
 import sys
 from pathlib import Path
 from typing import Any
 
+from headstart.eval.bakeoff import SCHEMA
+from headstart.eval.bakeoff_text import bakeoff_table, caption, findings
+from headstart.eval.report import markdown_table
 from headstart.eval.temperatures import split_settings
 from headstart.heads.intervals import interval_text
 from headstart.heads.store import read_json
@@ -22,6 +25,10 @@ def offline(rows: list[dict[str, Any]], drafter: str, draft_length: int) -> str:
 
 
 def main(run: Path) -> None:
+    if (file := run / "bakeoff.json").exists():
+        content = read_json(file, SCHEMA)
+        print("\n\n".join([caption(content), markdown_table(*bakeoff_table(content)), *findings(content)]))
+        return
     acceptance = split_settings(read_json(run / "eval" / "acceptance.json"))
     speed_file = run / "eval" / "speed.json"
     speed = read_json(speed_file) if speed_file.exists() else {"rows": [], "hardware": {}}
