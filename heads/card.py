@@ -4,6 +4,7 @@ Everything on the card comes from two records, `headstart.json` in the folder an
 written again after an engine has loaded the folder.
 """
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -142,7 +143,7 @@ def _serving(record: dict[str, Any]) -> str:
     draft_length, methods = record["draft_length"], METHODS[record["kind"]]
     beside = ' --target-model-dir "$TARGET"' if record["kind"] == "eagle3" else ""
     for engine in record["readable_by"]:
-        how, command = SERVE[engine]
+        how, command = (MERGED if record["kind"] == "mtp" else SERVE)[engine]
         filled = command.format(k=draft_length, verify=draft_length + 1, method=methods[engine], beside=beside)
         lines += ["", how, "", "```", filled, "```"]
     if others := [name for name in methods if name not in record["readable_by"]]:
@@ -159,6 +160,7 @@ METHODS = {
         "llamacpp": "draft-simple",
         "transformers": "assistant_model",
     },
+    "mtp": {"vllm": "mtp"},
 }
 SERVE = {
     "vllm": (
@@ -185,9 +187,18 @@ SERVE = {
         "target.generate(**inputs, {method}=draft)",
     ),
 }
+# A folder that is target and head in one.
+MERGED = {
+    "vllm": (
+        "vLLM (the folder is the target and its MTP layer in one):",
+        'vllm serve "$HEAD" --speculative-config \'{{"method":"{method}","num_speculative_tokens":{k}}}\'',
+    ),
+}
 
 
 def _contents(record: dict[str, Any]) -> str:
+    if record["kind"] == "mtp":
+        return _merged(record)
     tensors = record["tensors"]
     maps = [name for name in ("d2t", "t2d") if name in tensors]
     trained = sum(_size(shape) for name, shape in tensors.items() if name not in maps)
@@ -210,6 +221,23 @@ def _contents(record: dict[str, Any]) -> str:
             "the tokens that can be drafted. Replies can hold every token: the rest is simply never drafted"
         )
     return "\n".join(lines)
+
+
+def _merged(record: dict[str, Any]) -> str:
+    """What a target's folder holds after its MTP layer was fine-tuned."""
+    tensors = record["tensors"]
+    trained = sum(_size(shape) for shape in tensors.values())
+    names = sorted({re.sub(r"\.experts\.\d+\.", ".experts.*.", name) for name in tensors})
+    return "\n".join(
+        [
+            "## What is in the folder",
+            "",
+            "- the target as it was, bit by bit, but for the tensors of its MTP layer; its own card is TARGET_README.md",
+            f"- trained ({trained / 1e6:.1f} M parameters, in the precisions they had): {', '.join(names)}",
+            "- alignment: slot t reads the target's final state of token t and the embedding of token t + 1, and predicts "
+            "t + 2; the next slot reads the layer's own normed state",
+        ]
+    )
 
 
 def _size(shape: list[int]) -> int:

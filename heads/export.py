@@ -21,7 +21,7 @@ from headstart.heads.eagle3 import Eagle3
 from headstart.heads.errors import WrongInput
 from headstart.heads.facts import TargetFacts
 from headstart.heads.served import DTYPES, ServedEagle3, read_eagle3
-from headstart.heads.settings import DraftSettings, Eagle3Settings, HeadSettings
+from headstart.heads.settings import DraftSettings, Eagle3Settings, HeadSettings, MTPSettings
 from headstart.heads.store import read_json, write_json
 
 ENGINES = ("vllm", "sglang", "llamacpp", "transformers")
@@ -95,6 +95,8 @@ def unservable(settings: HeadSettings, facts: TargetFacts, taps: list[int], engi
             if reduced
             else []
         )
+    if isinstance(settings, MTPSettings):
+        return unservable_mtp(settings, facts)
     assert isinstance(settings, Eagle3Settings)
     problems = []
     rope = settings.rope_parameters(facts.rope_parameters)
@@ -119,6 +121,19 @@ def unservable(settings: HeadSettings, facts: TargetFacts, taps: list[int], engi
         if rope.get("rope_type", "default") == "yarn":
             problems.append("yarn rotary positions are untried")
     return problems
+
+
+def unservable_mtp(settings: MTPSettings, facts: TargetFacts) -> list[str]:
+    """Engines know MTP layers as a part of some targets' own files, and share the target's whole output head."""
+    if not settings.shipped:
+        return [
+            "an MTP layer is loaded from a target that ships one (head.shipped = true), and never beside its target"
+        ]
+    if 0 < settings.draft_vocab_size < facts.num_tokens:
+        return [
+            f"draft_vocab_size = {settings.draft_vocab_size}: the layer drafts through the target's whole output head"
+        ]
+    return []
 
 
 def check_folder_name(out: Path, kind: str) -> None:

@@ -20,7 +20,7 @@ from headstart.heads.errors import WrongInput
 from headstart.heads.export import check_folder_name, fresh_folder, refuse_unservable
 from headstart.heads.facts import TargetFacts
 from headstart.heads.lora import is_adapter, merge, plain_name
-from headstart.heads.model_folder import no_progress_bars
+from headstart.heads.model_folder import quiet_transformers
 from headstart.heads.served import DTYPES
 from headstart.heads.store import write_json
 from headstart.heads.target import Target, read_model
@@ -147,7 +147,7 @@ def logit_difference(plain: DraftModel, folder: Path, written: set[str]) -> floa
     Raises:
         WrongInput: a tensor of the model is missing, or one is written that it has no place for.
     """
-    with no_progress_bars():
+    with quiet_transformers():
         model = read_model(str(folder), folder, dtype=torch.float32).eval()
     if left_over := sorted(written - set(model.state_dict())):
         raise WrongInput(f"{folder}: {type(model).__name__} has no place for {left_over}.")

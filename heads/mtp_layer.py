@@ -63,15 +63,22 @@ class MTPHead(EmbeddingHead):
                 self._start_from(target, index)
 
     def _start_from(self, target: Any, index: int) -> None:
-        """Let a layer start as the target's last one, which reads the final state and a little of the token."""
+        """Let y start as the final state with the token as a small disturbance: what the layer adds to that starts at zero.
+
+        The rest is the target's last layer. As a whole it would be no start: what it adds is of the size of the residual
+        stream, and loses against this one by half in the first steps.
+        """
         width, name, layer = self.facts.hidden_size, f"layers.{index}", self.module(index)
-        layer.eh_proj.weight.mul_(0.1)
-        layer.eh_proj.weight[:, width:] += torch.eye(width, device=layer.eh_proj.weight.device)
-        self.first_values[f"{name}.eh_proj.weight"] = "random + final state"
-        source = target.layer(-1)
+        source = target.last_layer()
         for part, _ in layer.named_parameters():
             self.copy(f"{name}.{part}", source.get(part), "target's last layer")
         self.copy(f"{name}.norm.weight", target.final_norm_weight(), "target's final norm")
+        layer.eh_proj.weight.mul_(0.1)
+        layer.eh_proj.weight[:, width:] += torch.eye(width, device=layer.eh_proj.weight.device)
+        self.first_values[f"{name}.eh_proj.weight"] = "random + final state"
+        for part in ("self_attn.o_proj.weight", "mlp.down_proj.weight"):
+            layer.get_parameter(part).zero_()
+            self.first_values[f"{name}.{part}"] = "zero"
 
     def fuse(self, features: Tensor) -> Tensor:
         """States of module 0 from the target's."""

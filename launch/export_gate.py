@@ -14,9 +14,12 @@ from headstart.heads.checkpoint import DESCRIPTION, checkpoint_identity, load_he
 from headstart.heads.draft import DraftModel
 from headstart.heads.eagle3 import Eagle3
 from headstart.heads.errors import WrongInput
-from headstart.heads.export import ENGINES, export_dtype, refuse_unservable, write_eagle3
+from headstart.heads.export import ENGINES, WRITERS, export_dtype, refuse_unservable, write_eagle3
 from headstart.heads.export_draft import write_draft
+from headstart.heads.export_mtp import published_tensors, write_merged
+from headstart.heads.mtp_shipped import MTPShipped
 from headstart.heads.served import read_eagle3
+from headstart.heads.shipped import tensor_files
 from headstart.heads.store import MANIFEST, MANIFEST_SCHEMA, hash_file, read_json, versions, write_json
 from headstart.heads.target import Target
 from headstart.trainer.checkpoint import pointed
@@ -47,7 +50,7 @@ def export_head(
         require_gate(run, folder, identity, eval_settings)
     head = load_head(folder, target).to("cpu").eval()
     refuse_unservable(head, engine)
-    assert isinstance(head, (Eagle3, DraftModel))  # the kinds with a writer
+    assert isinstance(head, (Eagle3, DraftModel, MTPShipped))  # the kinds with a writer
     dtype = export_dtype(export_settings.dtype, target.dtype)
     out = out or run / "export" / engine
     evals = read_evals(run / "eval")
@@ -74,7 +77,7 @@ def export_head(
         "taps": head.taps,
         "tap_convention": TAP_CONVENTION,
         "draft_length": recommended_draft_length(measured, engine, eval_settings.draft_length),
-        "dtype": dtype,
+        "dtype": "as in the target" if isinstance(head, MTPShipped) else dtype,
         "tensors": {},
         "files": {},
         "loaded_in": [],
@@ -82,14 +85,13 @@ def export_head(
     }
 
     def describe(written: Path) -> None:
-        record["readable_by"] = [name for name in ENGINES if serves(written, name, head)]
-        with safe_open(written / "model.safetensors", framework="pt") as file:
-            record["tensors"] = {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118
-        record["files"] = {name: hash_file(written / name) for name in ("config.json", "model.safetensors")}
+        record.update(merged_contents(written, head) if isinstance(head, MTPShipped) else head_contents(written, head))
         write_json(written / RECORD, record)
         write_card(written, measured)
 
-    if isinstance(head, DraftModel):
+    if isinstance(head, MTPShipped):
+        write_merged(head, out, engine, describe)
+    elif isinstance(head, DraftModel):
         write_draft(head, target, out, engine, dtype, describe)
     else:
         write_eagle3(head, out, engine, dtype, describe)
@@ -100,6 +102,28 @@ def export_head(
     state = "UNTESTED head" if untested else "head"
     print(f"{state} for {engine}: {out} (its README.md has the command that serves it)")
     return out
+
+
+def head_contents(written: Path, head: Eagle3 | DraftModel) -> dict[str, Any]:
+    """Of a folder that holds a head alone: who reads it, its tensors, and the hashes of its files."""
+    with safe_open(written / "model.safetensors", framework="pt") as file:
+        tensors = {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118 (not a dict)
+    return {
+        "readable_by": [name for name in ENGINES if serves(written, name, head)],
+        "tensors": tensors,
+        "files": {name: hash_file(written / name) for name in ("config.json", "model.safetensors")},
+    }
+
+
+def merged_contents(written: Path, head: MTPShipped) -> dict[str, Any]:
+    """The same of a target's folder: of the MTP layer's tensors, and the files that hold them."""
+    layer, places = published_tensors(head), tensor_files(written)
+    files = sorted({places[path].name for path in layer})
+    return {
+        "readable_by": list(WRITERS[head.kind]),
+        "tensors": {path: list(tensor.shape) for path, tensor in layer.items()},
+        "files": {name: hash_file(written / name) for name in ("config.json", *files)},
+    }
 
 
 def checkpoint_folder(run: Path, name: str) -> Path:

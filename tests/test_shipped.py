@@ -1,16 +1,24 @@
 """Laws of MTP layers that targets ship: every family is read as transformers reads it, and merged back tensor by tensor."""
 
+import json
+from pathlib import Path
+
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers.modeling_layers import MtpLayer
 
+from headstart.eval.settings import EvalSettings, ExportSettings
 from headstart.heads.batch import pack
-from headstart.heads.checkpoint import build_head
+from headstart.heads.card import RECORD
+from headstart.heads.checkpoint import build_head, save_head
 from headstart.heads.errors import WrongInput
+from headstart.heads.export import unservable
+from headstart.heads.export_mtp import check_merged, published_tensors, write_merged
 from headstart.heads.mtp import MTP
 from headstart.heads.settings import MTPSettings, TargetSettings
 from headstart.heads.target import load_target
+from headstart.launch.export_gate import export_head
 from tests.kinds import rollout_logits
 from tests.shipped_targets import FAMILIES, LAYERS, published_layer, write_target
 from tests.small_decoding import make_path, make_prompts
@@ -39,15 +47,15 @@ def random_batch(target):
     return pack([(path, s.taps, s.final) for path, s in zip(paths, states, strict=True)], num_slots=48)
 
 
-def transformers_layer(target, family):
-    """transformers' own MTP layer, with the published tensors under its names."""
+def transformers_layer(target, family, published):
+    """transformers' own MTP layer, with published tensors under its names."""
     make_config, layer, prefix, ends, inside = FAMILIES[family]
     config = target.model.config
     layer = MtpLayer(config, layer, type(target.model.model.norm), LAYERS - 1)
     names = dict(zip(ends, ("enorm", "hnorm", "eh_proj", "post_norm"), strict=True))
     found = {}
     experts: dict[str, list] = {"gate_proj": [], "up_proj": [], "down_proj": []}
-    for path, tensor in published_layer(family).items():
+    for path, tensor in published.items():
         name = path.removeprefix(prefix)
         module = name.rpartition(".")[0]
         if module in names:
@@ -67,10 +75,9 @@ def transformers_layer(target, family):
 
 
 @torch.no_grad()
-def test_every_family_is_computed_as_transformers_computes_it(target, request):
+def assert_same_drafts(head, target, family, published):
     """Every text from scratch, without cache, batch or mask of ours; engines zero x_1 for all families but one."""
-    family = request.node.callspec.params["target"]
-    head, layer, batch = shipped_head(target), transformers_layer(target, family), random_batch(target)
+    layer, batch = transformers_layer(target, family, published), random_batch(target)
     rollout = head.rollout(batch, DEPTH)
     found_SDV = rollout_logits(head, rollout)
     checked = 0
@@ -90,6 +97,113 @@ def test_every_family_is_computed_as_transformers_computes_it(target, request):
             torch.testing.assert_close(found_SDV[s, j], expected_V, rtol=0, atol=1e-4 * float(expected_V.abs().max()))
             checked += 1
     assert checked == 3 * (5 + 4 + 3)
+
+
+@pytest.fixture
+def family(request):
+    return request.node.callspec.params["target"]
+
+
+def test_every_family_is_computed_as_transformers_computes_it(target, family):
+    assert_same_drafts(shipped_head(target), target, family, published_layer(family))
+
+
+def tuned_head(target):
+    head = shipped_head(target)
+    with torch.no_grad():
+        for parameter in head.trained_tensors().values():
+            parameter += 0.05 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(3))
+    return head
+
+
+def read_folder(folder):
+    return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
+
+
+def test_a_merged_folder_is_the_target_with_the_tuned_layer(target, family, tmp_path):
+    source = Path(target.facts.name)
+    (source / "README.md").write_text("the target's card")
+    head = tuned_head(target)
+    folder = write_merged(head, tmp_path / "vllm", "vllm")
+    before, after = read_folder(source), read_folder(folder)
+    layer = published_layer(family)
+    assert before.keys() == after.keys() > layer.keys()
+    for name, tensor in before.items():
+        assert (after[name].dtype, after[name].shape) == (tensor.dtype, tensor.shape)
+        kept = name not in layer or name.endswith("e_score_correction_bias")
+        assert torch.equal(after[name], tensor) == kept, name
+    assert {file.name for file in folder.iterdir()} == {
+        "TARGET_README.md" if file.name == "README.md" else file.name for file in source.iterdir()
+    }
+    for name in ("config.json", "tokenizer.json", "model.safetensors.index.json"):
+        assert (source / name).exists() == (folder / name).exists()
+        assert not (source / name).exists() or (source / name).read_bytes() == (folder / name).read_bytes()
+    again = load_target(TargetSettings(model=str(folder), dtype="float32", device="cpu"))
+    tokens_1T = torch.tensor([[5, 9, 200, 31, 7]])
+    assert torch.equal(again.model(tokens_1T).logits, target.model(tokens_1T).logits)
+    assert_same_drafts(head, target, family, {name: after[name] for name in layer})
+
+
+def test_a_merged_folder_keeps_the_precision_of_every_tensor(tmp_path):
+    source = write_target(tmp_path / "source", "deepseek_v3")
+    stored = {
+        name: tensor if name.endswith("e_score_correction_bias") else tensor.bfloat16()
+        for name, tensor in load_file(source / "model.safetensors").items()
+    }
+    save_file(stored, source / "model.safetensors", metadata={"format": "pt"})
+    head = tuned_head(load_target(TargetSettings(model=str(source), dtype="float32", device="cpu")))
+    after = read_folder(write_merged(head, tmp_path / "vllm", "vllm"))
+    assert {name: tensor.dtype for name, tensor in after.items()} == {n: tensor.dtype for n, tensor in stored.items()}
+    assert torch.equal(after[f"model.layers.{LAYERS}.eh_proj.weight"], head.eh_proj.weight.detach().bfloat16())
+
+
+@pytest.mark.parametrize(("name", "change"), [
+    ("model.layers.0.input_layernorm.weight", lambda tensor: tensor + 1),
+    ("model.mtp_layers.0.input_proj.weight", lambda tensor: tensor.flip(1)),
+    ("model.norm.weight", lambda tensor: tensor.bfloat16()),
+    ("model.norm.weight", lambda tensor: None),
+    ("model.mtp_layers.0.more.weight", lambda tensor: torch.ones(2)),
+])  # fmt: skip
+def test_a_folder_that_is_not_the_target_with_the_layer_is_told_apart(name, change, tmp_path):
+    source = write_target(tmp_path / "source", "mimo")
+    head = tuned_head(load_target(TargetSettings(model=str(source), dtype="float32", device="cpu")))
+    folder = write_merged(head, tmp_path / "vllm", "vllm")
+    layer = published_tensors(head)
+    check_merged(folder, source, layer)
+    tensors = load_file(folder / "model.safetensors")
+    changed = change(tensors.pop(name, None))
+    tensors |= {} if changed is None else {name: changed}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(WrongInput, match=name.replace(".", r"\.")):
+        check_merged(folder, source, layer)
+
+
+def test_an_export_names_its_layer_and_how_to_serve_it(tiny_shipped_target, tmp_path):
+    step = tmp_path / "checkpoints" / "step-000004"
+    step.mkdir(parents=True)
+    save_head(step, tuned_head(tiny_shipped_target), step=4)
+    (step.parent / "best").write_text("step-000004\n")
+    options = {"untested": True, "out": tmp_path / "served"}
+    export_head(tmp_path, "vllm", tiny_shipped_target, EvalSettings(), ExportSettings(), **options)
+    record = json.loads((tmp_path / "served" / RECORD).read_text())
+    assert record["readable_by"] == ["vllm"]
+    assert record["tensors"].keys() == published_layer("glm4_moe").keys() - {
+        f"model.layers.{LAYERS}.mlp.gate.e_score_correction_bias"
+    }
+    card = (tmp_path / "served" / "README.md").read_text()
+    assert '"method":"mtp"' in card
+    assert f"model.layers.{LAYERS}.mlp.experts.*.up_proj.weight" in card
+    with pytest.raises(WrongInput, match="no writer for heads of kind 'mtp'"):
+        export_head(tmp_path, "sglang", tiny_shipped_target, EvalSettings(), ExportSettings(), **options)
+
+
+@pytest.mark.parametrize(("settings", "expected"), [
+    (MTPSettings(), "never beside its target"),
+    (MTPSettings(shipped=True, draft_vocab_size=100), "whole output head"),
+])  # fmt: skip
+def test_what_no_engine_serves_is_told_before_training(settings, expected, tiny_shipped_target):
+    (problem,) = unservable(settings, tiny_shipped_target.facts, [], "vllm")
+    assert expected in problem
 
 
 def test_a_target_without_the_layer_is_refused_before_anything_is_loaded(tiny_target):
