@@ -39,6 +39,11 @@ class HeadSettings:
         return []
 
     @property
+    def continues_text(self) -> bool:
+        """Whether it can go on and on by itself, without states of the target."""
+        return False
+
+    @property
     def predicts_final(self) -> bool:
         """Whether the states that are projected to logits stand for the target's own final states."""
         return False
@@ -170,6 +175,10 @@ class DraftSettings(HeadSettings):
 
     lora_rank: Count = 0
     """Rank of adapters trained beside the frozen layers (LoRA, arXiv 2106.09685); 0 trains the layers themselves."""
+
+    @property
+    def continues_text(self) -> bool:
+        return True
 
     def conflicts(self) -> Conflicts:
         for name in ("model", "lora_rank"):

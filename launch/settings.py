@@ -70,6 +70,15 @@ class Recipe:
                 "train.loss.feature_weight",
                 f"found {weight:g}, expected 0: the states of {self.head.kind} do not stand for the target's ({able}'s do)",
             )
+        if (share := self.train.on_policy) and not self.head.continues_text:
+            able = ", ".join(kind for kind, cls in HEADS.items() if cls().continues_text)
+            text = (
+                f"found {share:g}, expected 0: {self.head.kind} cannot go on without the target's states ({able} can)"
+            )
+            yield "train.on_policy", text
+        elif share and self.train.loss.kind == "ce":
+            text = f"found ce with train.on_policy = {share:g}, where the token said is the draft's own; expected kl, tv, .."
+            yield "train.loss.kind", text
         if (most := self.head.max_depth) is not None:
             heads = f"head.{self.head.depth_setting} = {most}, the tokens that {self.head.kind} can draft"
             if self.train.depth != most:

@@ -49,6 +49,7 @@ from headstart.trainer.data import EvaluationRows, TrainingRows
 from headstart.trainer.features import features_inputs
 from headstart.trainer.heldout_traffic import at_temperature, heldout_inputs, make_heldout_traffic
 from headstart.trainer.loop import train
+from headstart.trainer.on_policy import OnPolicyRows
 from headstart.trainer.prompts import make_prompts, read_prompts
 from headstart.trainer.traffic import make_traffic, traffic_inputs
 
@@ -146,7 +147,9 @@ def run_head(recipe: Recipe, run: RunFolder, targets: TargetLoader, traffic: Sta
     paths = list(read_paths(traffic.folder, "train"))
     reader = FeatureReader(features.folder, targets.taps)
     head = new_head(recipe, target, paths, find_start(recipe.head.init_from, run.root))
-    rows = TrainingRows(paths, reader, recipe.train.batch_tokens, recipe.run.seed)
+    source = (paths, reader, recipe.train.batch_tokens, recipe.run.seed)
+    share = recipe.train.on_policy
+    rows = OnPolicyRows(*source, head=head, target=target, share=share) if share else TrainingRows(*source)
     validation = EvaluationRows(list(read_paths(traffic.folder, "validation")), reader, recipe.train.batch_tokens)
     train(
         head,

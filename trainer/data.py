@@ -97,10 +97,14 @@ class TrainingRows:
         """The rows of one micro-batch of one rank; filler only where a step has fewer rows than shares."""
         share = self._shares(step, accumulate * world)[rank * accumulate + micro]
         if share:
-            return pack_rows([self.paths[row] for row in share], self.features)
+            return self.packed(step, share)
         filler = pack_rows([self.paths[min(self.rows(step), key=lambda row: self.slots[row])]], self.features)
         unread = torch.zeros_like(filler.next_generated_T)
         return replace(filler, offsets=[0], prompt_ids=[], routes=[], next_generated_T=unread)
+
+    def packed(self, step: int, rows: Sequence[int]) -> Batch:
+        """Some rows of a step, as indices into `paths`."""
+        return pack_rows([self.paths[row] for row in rows], self.features)
 
     def _shares(self, step: int, num_shares: int) -> list[list[int]]:
         """Longest row first to the lightest share; each share keeps the step's order."""
