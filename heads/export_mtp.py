@@ -13,7 +13,6 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
-from headstart.heads.builtin import resolve_model
 from headstart.heads.card import CARD
 from headstart.heads.checkpoint import write_tensors
 from headstart.heads.errors import WrongInput
@@ -24,8 +23,10 @@ from headstart.heads.shipped import pieces, tensor_files
 TARGET_CARD = f"TARGET_{CARD}"  # the target's own README.md, which ours stands in the place of
 
 
-def write_merged(head: MTPShipped, out: Path, engine: str, describe: Callable[[Path], None] | None = None) -> Path:
-    """Write `out`, checked; `describe` may add the card before the folder gets its name.
+def write_merged(
+    head: MTPShipped, source: Path, out: Path, engine: str, describe: Callable[[Path], None] | None = None
+) -> Path:
+    """Write `out`, checked, from the target's folder; `describe` may add the card before the folder gets its name.
 
     Raises:
         WrongInput: the engine could not serve this head as trained, `out` cannot be used, or what was written is not the
@@ -33,8 +34,7 @@ def write_merged(head: MTPShipped, out: Path, engine: str, describe: Callable[[P
     """
     refuse_unservable(head, engine)
     check_folder_name(out, head.kind)
-    source, layer = resolve_model(head.facts.name), published_tensors(head)
-    places = tensor_files(source)
+    layer, places = published_tensors(head), tensor_files(source)
     changed = {places[path] for path in layer}
     with fresh_folder(out) as folder:
         for file in sorted(source.iterdir()):

@@ -90,7 +90,7 @@ def export_head(
         write_card(written, measured)
 
     if isinstance(head, MTPShipped):
-        write_merged(head, out, engine, describe)
+        write_merged(head, resolve_model(target.facts.name), out, engine, describe)
     elif isinstance(head, DraftModel):
         write_draft(head, target, out, engine, dtype, describe)
     else:

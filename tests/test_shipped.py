@@ -124,7 +124,7 @@ def test_a_merged_folder_is_the_target_with_the_tuned_layer(target, family, tmp_
     source = Path(target.facts.name)
     (source / "README.md").write_text("the target's card")
     head = tuned_head(target)
-    folder = write_merged(head, tmp_path / "vllm", "vllm")
+    folder = write_merged(head, source, tmp_path / "vllm", "vllm")
     before, after = read_folder(source), read_folder(folder)
     layer = published_layer(family)
     assert before.keys() == after.keys() > layer.keys()
@@ -152,7 +152,7 @@ def test_a_merged_folder_keeps_the_precision_of_every_tensor(tmp_path):
     }
     save_file(stored, source / "model.safetensors", metadata={"format": "pt"})
     head = tuned_head(load_target(TargetSettings(model=str(source), dtype="float32", device="cpu")))
-    after = read_folder(write_merged(head, tmp_path / "vllm", "vllm"))
+    after = read_folder(write_merged(head, source, tmp_path / "vllm", "vllm"))
     assert {name: tensor.dtype for name, tensor in after.items()} == {n: tensor.dtype for n, tensor in stored.items()}
     assert torch.equal(after[f"model.layers.{LAYERS}.eh_proj.weight"], head.eh_proj.weight.detach().bfloat16())
 
@@ -167,7 +167,7 @@ def test_a_merged_folder_keeps_the_precision_of_every_tensor(tmp_path):
 def test_a_folder_that_is_not_the_target_with_the_layer_is_told_apart(name, change, tmp_path):
     source = write_target(tmp_path / "source", "mimo")
     head = tuned_head(load_target(TargetSettings(model=str(source), dtype="float32", device="cpu")))
-    folder = write_merged(head, tmp_path / "vllm", "vllm")
+    folder = write_merged(head, source, tmp_path / "vllm", "vllm")
     layer = published_tensors(head)
     check_merged(folder, source, layer)
     tensors = load_file(folder / "model.safetensors")
