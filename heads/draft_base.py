@@ -9,8 +9,9 @@ beyond the target's, which are never drafted.
 import torch
 
 from headstart.heads.errors import WrongInput
+from headstart.heads.model_files import read_model
 from headstart.heads.settings import TargetSettings
-from headstart.heads.target import Target, TargetLoader, read_model
+from headstart.heads.target import Target, TargetLoader
 
 
 def open_base(name: str) -> TargetLoader:

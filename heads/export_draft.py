@@ -20,10 +20,10 @@ from headstart.heads.errors import WrongInput
 from headstart.heads.export import check_folder_name, fresh_folder, refuse_unservable
 from headstart.heads.facts import TargetFacts
 from headstart.heads.lora import is_adapter, merge, plain_name
-from headstart.heads.model_folder import quiet_transformers
+from headstart.heads.model_files import read_model
 from headstart.heads.served import DTYPES
 from headstart.heads.store import write_json
-from headstart.heads.target import Target, read_model
+from headstart.heads.target import Target
 
 TOLERANCE = 1e-5  # of the largest logit; both sides compute in float32
 PROBE_LENGTHS = (40, 23)  # tokens of the texts that both sides continue
@@ -147,8 +147,7 @@ def logit_difference(plain: DraftModel, folder: Path, written: set[str]) -> floa
     Raises:
         WrongInput: a tensor of the model is missing, or one is written that it has no place for.
     """
-    with quiet_transformers():
-        model = read_model(str(folder), folder, dtype=torch.float32).eval()
+    model = read_model(str(folder), folder, dtype=torch.float32).eval()
     if left_over := sorted(written - set(model.state_dict())):
         raise WrongInput(f"{folder}: {type(model).__name__} has no place for {left_over}.")
     generator, worst = torch.Generator().manual_seed(0), 0.0
