@@ -14,14 +14,16 @@ BUILTIN_TARGETS: dict[str, Callable[[], Path]] = {
     "tiny-tied": lambda: tiny_folder(tied=True),
 }
 
-HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
+WEIGHT_FILES = "*.safetensors"
+HUB_FILES = ["*.json", WEIGHT_FILES, "*.jinja", "*.model", "*.txt"]
 
 
-def resolve_model(name: str, key: str = "target.model") -> Path:
+def resolve_model(name: str, key: str = "target.model", weights: bool = True) -> Path:
     """Folder of the model called `name`: a folder, a built-in name (made on first use) or a hub id.
 
     Args:
         key: the setting that holds the name, for messages.
+        weights: whether they are wanted too where the hub has the model.
 
     Raises:
         WrongInput: nothing of that name can be found; the message says what was tried.
@@ -37,7 +39,7 @@ def resolve_model(name: str, key: str = "target.model") -> Path:
     tried = [f"folder {folder.absolute()}: does not exist"]
     if not looks_like_path:
         try:
-            return _download(name)
+            return _download(name, HUB_FILES if weights else [p for p in HUB_FILES if p != WEIGHT_FILES])
         except Exception as error:
             # huggingface_hub raises many unrelated types; every one of them means that the model is not at hand.
             tried.append(f"hub id {name}: {type(error).__name__}: {str(error).strip().splitlines()[0]}")
@@ -51,7 +53,7 @@ def resolve_model(name: str, key: str = "target.model") -> Path:
     )
 
 
-def _download(name: str) -> Path:
+def _download(name: str, patterns: list[str]) -> Path:
     from huggingface_hub import snapshot_download
 
-    return Path(snapshot_download(name, allow_patterns=HUB_FILES))
+    return Path(snapshot_download(name, allow_patterns=patterns))

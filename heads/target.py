@@ -271,8 +271,14 @@ class TargetLoader:
     Stages ask it for fingerprint, facts and taps to find out whether they have anything to do.
     """
 
-    def __init__(self, settings: TargetSettings, taps: list[int] | None = None, key: str = "target.model") -> None:
-        """`key` is the setting that names the model, for messages.
+    def __init__(
+        self,
+        settings: TargetSettings,
+        taps: list[int] | None = None,
+        key: str = "target.model",
+        need_weights: bool = True,
+    ) -> None:
+        """`key` is the setting that names the model, for messages. A plan can be made before the weights are there.
 
         Raises:
             WrongInput: no such model, files that cannot be read, a cache that cannot roll back, or no such taps.
@@ -280,7 +286,7 @@ class TargetLoader:
         from transformers import AutoTokenizer
 
         self.settings = settings
-        self.folder = resolve_model(settings.model, key)
+        self.folder = resolve_model(settings.model, key, need_weights)
         try:
             config = read_config(self.folder)
             check_supported(settings.model, config)
@@ -292,9 +298,26 @@ class TargetLoader:
                 f"{settings.model} holds no decoder-only language model that transformers reads without remote code: "
                 f"{reason}"
             ) from None
+        if need_weights and not self.has_weights:
+            raise WrongInput(
+                f"{self.folder}: found no *.safetensors, expected the weights in that form (pickled weights can run code).\n"
+                "Load the model once with transformers and write it with save_pretrained."
+            )
         self.taps = sorted(set(taps)) if taps else default_taps(self.facts.num_layers)
         check_taps(settings.model, self.taps, self.facts.num_layers)
         self._loaded: dict[str, Target] = {}
+
+    @property
+    def has_weights(self) -> bool:
+        return bool(self.facts.fingerprint["weights"])
+
+    def num_parameters(self) -> int:
+        """Parameters of the target, told by its config."""
+        from transformers import AutoModelForCausalLM
+
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(read_config(self.folder), trust_remote_code=False)
+        return sum(parameter.numel() for parameter in model.parameters())
 
     @cached_property
     def dtype(self) -> str:

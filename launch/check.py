@@ -16,6 +16,7 @@ from headstart.heads.target import TargetLoader
 from headstart.heads.target_facts import check_taps
 from headstart.heads.vocabulary import always_drafted
 from headstart.heads.warm_start import start_problems
+from headstart.launch.needs import measure_needs
 from headstart.launch.previous import previous_folder
 from headstart.launch.recipe import VARIANTS, describe, place_of
 from headstart.launch.schema import Problem
@@ -51,15 +52,22 @@ def check_recipe(recipe: Recipe, path: Path, overrides: list[str], render: bool 
     return check_loaded(Loaded(recipe), path, overrides, render)
 
 
-def check_loaded(loaded: Loaded, path: Path, overrides: list[str], render: bool = True) -> Checked:
-    """Check everything that can be known without weights, of every variant; `render` also measures every prompt.
+def check_loaded(
+    loaded: Loaded, path: Path, overrides: list[str], render: bool = True, need_weights: bool = True, here: bool = True
+) -> Checked:
+    """Check everything that can be known without weights, of every variant.
+
+    Args:
+        render: whether to measure every prompt.
+        need_weights: whether the target's weights have to be there; a plan needs its config and tokenizer only.
+        here: whether this machine has to be large enough; a plan may be made on another one.
 
     Raises:
         WrongInput: with every problem found, each with its place in the recipe.
     """
     recipe = loaded.shared
     found: Findings = []
-    target = attempt(found, "target.model", lambda: TargetLoader(recipe.target))
+    target = attempt(found, "target.model", lambda: TargetLoader(recipe.target, need_weights=need_weights))
     prompts = attempt(found, "prompts", lambda: gather(recipe.prompts, path.parent))
     attempt(found, "target.device", lambda: check_device(recipe.target.device))
     root = Path(recipe.run.root).expanduser()
@@ -80,6 +88,8 @@ def check_loaded(loaded: Loaded, path: Path, overrides: list[str], render: bool 
         if prompts is not None and render and target.tokenizer.chat_template:
             lengths = attempt(found, "prompts.sources", lambda: prompt_lengths(target, prompts.prompts)) or {}
             found += length_problems(recipe, prompts.prompts, lengths)
+        if here and not found and not (needs := measure_needs(loaded, target)).fits:
+            found.append(("target.model", needs.refusal()))
     if found or target is None or prompts is None:
         raise WrongInput(describe(path, [Problem(place_of(path, overrides, key), key, text) for key, text in found]))
     return Checked(target, prompts, lengths, starts)

@@ -30,7 +30,7 @@ def check(recipe_text: str, overrides: list[str], dry_run: bool) -> None:
 
     if dry_run:
         compare_claims(loaded)
-    checked = check_loaded(loaded, path, overrides)
+    checked = check_loaded(loaded, path, overrides, need_weights=False, here=not dry_run)
     if dry_run:
         compare_claims(loaded, checked.starts)
         from headstart.launch.plan import print_plan
@@ -42,6 +42,8 @@ def check(recipe_text: str, overrides: list[str], dry_run: bool) -> None:
         for name, start in checked.starts.items():
             head = name or "the head"
             print(f"{head} starts from the {start.layout} {start.folder} ({start.kind}, sha256 {start.sha256[:12]})")
+        if not checked.target.has_weights:
+            print(f"no weights in {checked.target.folder} yet: training needs them")
         print(f"{path} is fine; next: headstart train {shlex.quote(recipe_text)}")
 
 

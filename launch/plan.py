@@ -9,6 +9,7 @@ from headstart.heads.store import MANIFEST, MANIFEST_SCHEMA, Stage, hash_json, r
 from headstart.heads.target import choose_device
 from headstart.launch.check import Checked
 from headstart.launch.commands import run_folder
+from headstart.launch.needs import measure_needs, memory_rows
 from headstart.launch.run import RunFolder
 from headstart.launch.settings import Recipe
 from headstart.launch.variants import Loaded
@@ -33,6 +34,7 @@ def print_plan(loaded: Loaded, path: Path, checked: Checked, threads: str) -> No
     for name, own in loaded.recipes.items():
         rows += of_variant(name, head_stages(own, run_folder(own)))
     table("stages", rows)
+    table("memory", memory_rows(measure_needs(loaded, checked.target)))
     table("disk", disk(recipe, checked, run))
 
 
@@ -90,6 +92,8 @@ def stages(recipe: Recipe, path: Path, checked: Checked, run: RunFolder) -> list
     features = features_inputs(checked.target, traffic)
     folders = [stage_folder(run.root, name, stage.key) for name, stage in (("prompts", prompts), ("traffic", traffic))]
     folders.append(find_features(run.root, features) or stage_folder(run.root, "features", hash_json(features)))
+    if not checked.target.has_weights:
+        return [(folder.name.partition("-")[0], "", "runs, once the target's weights are there") for folder in folders]
     return [stage_row(folder) for folder in folders]
 
 
@@ -126,11 +130,16 @@ def disk(recipe: Recipe, checked: Checked, run: RunFolder) -> list[Row]:
     folder = run.root
     while not folder.exists():
         folder = folder.parent
+    free = shutil.disk_usage(folder).free
     return [
         (
             "features",
             f"at most {gigabytes(size)}",
             f"about {size // max(tokens, 1):,} bytes for each of {tokens:,} tokens, if every reply runs to its limit",
         ),
-        ("free", gigabytes(shutil.disk_usage(folder).free), f"at {folder}"),
+        (
+            "free",
+            gigabytes(free),
+            f"at {folder}" + ("" if size <= free else ": not enough, set run.root to a larger disk"),
+        ),
     ]

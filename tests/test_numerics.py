@@ -98,7 +98,8 @@ def test_short_and_masked_replies_stay_finite_and_what_is_saved_is_what_was_trai
 
 def test_a_vocabulary_larger_than_the_traffic_is_filled_up_and_always_holds_the_specials(tiny_target, tmp_path, capsys):
     """50 distinct tokens, end of turn never among them; the map is ascending, without repeats, and of the asked size."""
-    facts = tiny_target.facts
+    last = tiny_target.facts.num_tokens - 1
+    facts = replace(tiny_target.facts, special_ids=[0, last], stop_ids=[last])
     path = make_path([5, 6], [*range(100, 150), 100])
     counts = np.bincount(path.token_N[path.generated_N], minlength=facts.vocab_size)
     assert not counts[facts.stop_ids].any()

@@ -1,0 +1,102 @@
+"""Recipes for targets that no test machine holds: planned in full from config and tokenizer, refused where too large."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from headstart.heads.store import write_json
+from headstart.heads.target import TargetLoader
+from headstart.launch import cli
+from headstart.launch.needs import measure_needs
+from headstart.launch.recipe import built_in_recipes
+from headstart.launch.variants import load
+from headstart.trainer.features import token_bytes
+
+CONFIGS = Path(__file__).parent / "data" / "targets"
+REAL = {name.removeprefix("real/"): path for name, path in built_in_recipes().items() if name.startswith("real/")}
+# Parameters of the target in billions as its makers state them, taps of N layers, bytes of a token's features.
+STATED = {
+    "qwen3-8b": (8.2, [2, 18, 33], 32768),
+    "qwen3-30b-a3b": (30.5, [2, 24, 45], 16384),
+    "llama-3.3-70b": (70.6, [2, 40, 77], 65536),
+}
+NUM_WORDS = 33_000
+TEMPLATE = "{% for m in messages %}{{ m['role'] + ' ' + m['content'] + ' ' }}{% endfor %}assistant"
+
+
+@pytest.fixture
+def arguments(request, tmp_path):
+    """Arguments that let a recipe meet its target's config beside a tokenizer of enough words, and few prompts."""
+    name = request.param
+    folder = tmp_path / name
+    folder.mkdir()
+    config = json.loads((CONFIGS / f"{name}.json").read_text())
+    write_json(folder / "config.json", config)
+    vocab = {"assistant": 0, **{f"w{i}": i for i in range(1, NUM_WORDS)}}
+    model = {"type": "WordLevel", "vocab": vocab, "unk_token": "w1"}
+    tokenizer = {"version": "1.0", "added_tokens": [], "pre_tokenizer": {"type": "Whitespace"}, "model": model}
+    write_json(folder / "tokenizer.json", tokenizer)
+    kind = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": "w2",
+        "unk_token": "w1",
+        "chat_template": TEMPLATE,
+    }
+    write_json(folder / "tokenizer_config.json", kind)
+    texts = ("old songs", "a blue atlas", "your notes", "the second book", "this list", "our game")
+    (tmp_path / "mine.jsonl").write_text(
+        "".join(json.dumps({"prompt": f"What do you know of {t}?"}) + "\n" for t in texts)
+    )
+    (tmp_path / "held.jsonl").write_text(json.dumps({"prompt": "Name three rivers that flow north."}) + "\n")
+    prompts = (f"prompts.sources=[{tmp_path / 'mine.jsonl'}]", f"prompts.heldout={tmp_path / 'held.jsonl'}")
+    rest = ("prompts.num_validation=1", f"run.root={tmp_path / 'runs'}", "run.threads=1", "target.device=cpu")
+    return [str(REAL[name]), f"target.model={folder}", *prompts, *rest]
+
+
+@pytest.mark.parametrize(("arguments", "name"), [(name, name) for name in REAL], indirect=["arguments"])
+def test_a_real_recipe_is_planned_without_weights(arguments, name, capsys):
+    billions, taps, bytes_a_token = STATED[name]
+    assert cli.run(["train", *arguments, "--dry-run"]) == 0
+    out = capsys.readouterr().out
+    lines = {
+        line.split("  ")[1]: line for line in out.splitlines() if line.startswith("  ") and len(line.split("  ")) > 2
+    }
+    recipe = load(REAL[name], arguments[1:])
+    loader = TargetLoader(recipe.shared.target, need_weights=False)
+    needs = measure_needs(recipe, loader)
+    assert str(taps) in lines["taps"]
+    assert "32,000" in lines["draft vocabulary"]
+    assert token_bytes(loader, torch.bfloat16) == bytes_a_token
+    assert f"about {bytes_a_token // 1000}" in lines["features"] or recipe.shared.traffic.eval_dtype == "float32"
+    assert needs.num_parameters / 1e9 == pytest.approx(billions, abs=0.06)
+    assert f"{needs.num_parameters / 1e9:,.2f} B parameters" in out
+    assert f"{needs.num_trained / 1e6:,.1f} M parameters" in lines["head"]
+    hidden, draft_rows = bytes_a_token // 8, 32000
+    assert needs.num_trained > hidden * (3 * hidden + draft_rows)
+    assert "once the target's weights are there" in lines["traffic"]
+
+
+@pytest.mark.parametrize("arguments", ["llama-3.3-70b"], indirect=True)
+def test_what_no_single_device_holds_is_refused_with_the_numbers(arguments, capsys):
+    assert cli.run(["check", *arguments]) == cli.WRONG_INPUT
+    told = capsys.readouterr().err
+    assert "target.model: needs " in told
+    assert "141.1 GB for the target in bfloat16" in told
+    assert "spread over several devices cannot be run yet" in told
+    assert cli.run(["train", *arguments]) == cli.WRONG_INPUT
+    assert "found no *.safetensors" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("arguments", ["qwen3-8b"], indirect=True)
+def test_a_machine_that_is_large_enough_is_told_by_its_memory(arguments):
+    recipe = load(REAL["qwen3-8b"], arguments[1:])
+    needs = measure_needs(recipe, TargetLoader(recipe.shared.target, need_weights=False))
+    assert needs.target.keys() == {"bfloat16", "float32"}
+    assert needs.total == max(needs.target.values()) + max(needs.cache, needs.head)
+    assert needs.device == torch.device("cpu")
+    assert replace(needs, memory=80 * 10**9).fits
+    assert not replace(needs, memory=needs.total - 1).fits
+    assert replace(needs, memory=None).fits
