@@ -1,7 +1,7 @@
 """bakeoff.json: heads of one target side by side, from the files of their own runs. Nothing is measured, no model loaded.
 
     {"schema":"headstart.bakeoff/1","target":..,"prompts":..,"sampling":..,"hardware":..,
-     "rule":{"name":"equal_tokens","num_tokens"},"draft_length","num_prompts","best":"eagle3","rows":[{"variant","run","kind","checkpoint","num_steps","num_tokens",
+     "rule":{"name":"equal_tokens|equal_time","num_tokens"},"draft_length","num_prompts","best":"eagle3","rows":[{"variant","run","kind","checkpoint","num_steps","num_tokens",
        "num_parameters","accept_len":{..},"conditional":[{..}],"against_best":{"ratio":{..},"p","verdict"},"against_ngram":{..},
        "above_ngram":true,"speed":{"draft_length","concurrency","tokens_per_s","speedup":{..},"predicted_speedup","cost_ratio"},
        "train_seconds","eval_seconds","engines":[..],"failed":null}],
@@ -46,8 +46,11 @@ class Entry:
     failed: str | None = None
 
 
-def bakeoff_content(entries: Sequence[Entry], draft_length: int, rule: str) -> dict[str, Any]:
+def bakeoff_content(entries: Sequence[Entry], folder: Path, draft_length: int, rule: str) -> dict[str, Any]:
     """The document over all heads; a head that is not measured (yet) has null figures.
+
+    Args:
+        folder: of the bake-off, with links to the stages that its heads share.
 
     Raises:
         WrongInput: heads were measured on other prompts or at other settings, or a file is damaged.
@@ -76,7 +79,7 @@ def bakeoff_content(entries: Sequence[Entry], draft_length: int, rule: str) -> d
         "best": best,
         "rows": rows,
         "ngram": lookup,
-        "seconds": stage_seconds(entries[0].run, rows),
+        "seconds": stage_seconds(folder, rows),
     }
 
 
@@ -145,9 +148,9 @@ def add_comparisons(rows: list[dict[str, Any]], entries: Sequence[Entry], best: 
     if lookup is not None:
         families.append(("against_ngram", [lookup, *sums.values()]))
     for name, heads in families:
-        found = {one.label: one for one in compare_whole(heads)} if len(heads) > 1 else {}
+        compared = {one.label: told(one) for one in compare_whole(heads)} if len(heads) > 1 else {}
         for row in rows:
-            row[name] = told(found[row["variant"]]) if row["variant"] in found else None
+            row[name] = compared.get(row["variant"])
 
 
 def told(one: Comparison) -> dict[str, Any]:
@@ -200,22 +203,20 @@ def read_manifest(folder: Path) -> dict[str, Any] | None:
     return found
 
 
-def stage_seconds(run: Path, rows: Sequence[dict[str, Any]]) -> dict[str, float | None]:
+def stage_seconds(folder: Path, rows: Sequence[dict[str, Any]]) -> dict[str, float | None]:
     """Times of the shared stages and of all heads, and what one target pass for all saves against one for each.
 
     Features come from the pass that answers, unless that was over when they were begun.
     """
-    shared = {name: seconds_of(run / name) for name in ("prompts", "traffic", "features")}
-    traffic, features = (read_manifest(run / name) for name in ("traffic", "features"))
+    shared = {name: seconds_of(folder / name) for name in ("prompts", "traffic", "features")}
+    traffic, features = (read_manifest(folder / name) for name in ("traffic", "features"))
     if traffic and features and features["made_by"]["started"] < (traffic["made_by"]["finished"] or "9"):
         shared["features"] = 0.0
     once, heads = (
         added(list(shared.values())),
         added([row[f"{name}_seconds"] for row in rows for name in ("train", "eval")]),
     )
-    known = once is not None and heads is not None
-    one_pass = once + heads if known else None
-    apart = len(rows) * once + heads if known else None
+    one_pass, apart = added([once, heads]), added([once] * len(rows) + [heads])
     share = one_pass / apart if one_pass is not None and apart else None
     return {**shared, "shared": once, "heads": heads, "one_pass": one_pass, "apart": apart, "share": share}
 

@@ -19,7 +19,6 @@ training        optimiser steps and validations
 speedup         over plain decoding by the same code, measured at the draft length that was fastest, for the fewest requests
                 together that were timed; predicted: accept_len of the timed replies / measured cost of a step with drafts
 engines         those that a folder can be written for"""
-RULES = {"equal_tokens": "equal tokens"}
 
 
 def bakeoff_table(content: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
@@ -77,12 +76,11 @@ def caption(content: dict[str, Any]) -> str:
     rule, prompts, hardware = content["rule"], content["prompts"], content["hardware"]
     heads = f"{len(content['rows'])} heads"
     heads += f" for {content['target']['name']}" if content["target"] else ""
-    trained = (
-        f"each trained on {rule['num_tokens']:,} tokens"
-        if rule["num_tokens"]
-        else "trained on different numbers of tokens"
-    )
-    text = f"{heads}, {trained} ({RULES[rule['name']]}), draft length {content['draft_length']}"
+    tokens = sorted(row["num_tokens"] for row in content["rows"])
+    trained = f"each trained on {tokens[0]:,} tokens (equal tokens)"
+    if rule["name"] == "equal_time":
+        trained = f"each trained for equal time, as rehearsed: on {tokens[0]:,} to {tokens[-1]:,} tokens"
+    text = f"{heads}, {trained}, draft length {content['draft_length']}"
     if prompts:
         text += f", {content['num_prompts']} held-out prompts, replies of at most {prompts['max_new_tokens']} tokens"
     if hardware:

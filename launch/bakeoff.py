@@ -16,9 +16,11 @@ from headstart.heads.errors import GateFailed, TrainingFailed, WrongInput
 from headstart.heads.export import WRITERS, unservable
 from headstart.heads.start import Start
 from headstart.heads.store import read_json, write_json
+from headstart.heads.target import TargetLoader
 from headstart.launch.commands import opened, run_folder, shared_settings, train_head
+from headstart.launch.rehearsal import rehearse
 from headstart.launch.run import RunFolder
-from headstart.launch.stages import run_shared, target_loader
+from headstart.launch.stages import run_shared
 from headstart.launch.variants import Loaded, dump, num_tokens
 
 BAKEOFF = "bakeoff.json"
@@ -39,8 +41,10 @@ def train_variants(loaded: Loaded, path: Path, starts: Mapping[str, Start], comm
         run.claim({"settings": shared_settings(loaded.shared)})
         run.write_recipe(dump(loaded, comment))
         print(f"bake-off {run.folder}\nthreads: {threads}")
-        print(f"{number} heads, each trained on {num_tokens(loaded.shared):,} tokens: {', '.join(loaded.variants)}")
+        print(f"{number} heads, {loaded.bakeoff.rule.replace('_', ' ')}: {', '.join(loaded.variants)}")
         run_shared(loaded, path, run)
+        if loaded.bakeoff.rule == "equal_time":
+            loaded = rehearse(loaded, run)
         content = write_table(loaded, run, {})
         for place, (name, recipe) in enumerate(loaded.variants.items(), 1):
             print(f"\nhead {place} of {number}: {name}", flush=True)
@@ -67,10 +71,11 @@ def write_table(loaded: Loaded, run: RunFolder, failed: Mapping[str, str] | None
     if failed is None:
         rows = read_json(file, SCHEMA)["rows"] if file.exists() else []
         failed = {row["variant"]: row["failed"] for row in rows if row["failed"]}
+    targets = TargetLoader(loaded.shared.target)
     entries = []
     for name, recipe in loaded.variants.items():
-        targets = target_loader(recipe)
-        kind, engines = recipe.head.kind, WRITERS.get(recipe.head.kind, ())
+        kind, taps = recipe.head.kind, recipe.head.asked_taps or targets.taps
+        able = [one for one in WRITERS.get(kind, ()) if not unservable(recipe.head, targets.facts, taps, one)]
         entries.append(
             Entry(
                 variant=name,
@@ -78,11 +83,11 @@ def write_table(loaded: Loaded, run: RunFolder, failed: Mapping[str, str] | None
                 kind=kind,
                 num_steps=recipe.train.num_steps,
                 num_tokens=num_tokens(recipe),
-                engines=[one for one in engines if not unservable(recipe.head, targets.facts, targets.taps, one)],
+                engines=able,
                 failed=failed.get(name),
             )
         )
-    content = bakeoff_content(entries, loaded.shared.eval.draft_length, rule="equal_tokens")
+    content = bakeoff_content(entries, run.folder, loaded.shared.eval.draft_length, loaded.bakeoff.rule)
     write_json(file, content)
     write_bakeoff_report(run.folder, content)
     return content

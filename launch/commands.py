@@ -11,6 +11,7 @@ from headstart.heads.errors import WrongInput
 from headstart.heads.store import remove_leftovers
 from headstart.launch.processes import find_processes
 from headstart.launch.recipe import dump_recipe, find_recipe, load_recipe
+from headstart.launch.rehearsal import with_rehearsed_steps
 from headstart.launch.run import RunFolder, exported_checkpoint, find_run, locked
 from headstart.launch.settings import Recipe
 from headstart.launch.threads import apply_threads, choose_threads
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 def check(recipe_text: str, overrides: list[str], dry_run: bool) -> None:
     """Check a recipe against its target and prompts; with `dry_run` also print what training it would do."""
     path = find_recipe(recipe_text)
-    loaded = load(path, overrides)
+    loaded = load_with_steps(path, overrides)
     threads = ready_process(loaded.shared)
     from headstart.launch.check import check_loaded, skip_lines
 
@@ -50,7 +51,7 @@ def check(recipe_text: str, overrides: list[str], dry_run: bool) -> None:
 def train(recipe_text: str, overrides: list[str], fresh: bool) -> None:
     """Run every stage of a recipe in its run folder; of a bake-off, what its variants share and then each of them."""
     path = find_recipe(recipe_text)
-    loaded = load(path, overrides)
+    loaded = load(path, overrides) if fresh else load_with_steps(path, overrides)
     threads = ready_process(loaded.shared)
     from headstart.launch.check import check_loaded
 
@@ -72,6 +73,12 @@ def train(recipe_text: str, overrides: list[str], fresh: bool) -> None:
         train_variants(loaded, path, starts, comment, threads)
     else:
         train_head(loaded.shared, path, starts.get(""), comment, threads)
+
+
+def load_with_steps(path: Path, overrides: list[str]) -> Loaded:
+    """A recipe with the steps that its bake-off has rehearsed, if it has."""
+    loaded = load(path, overrides)
+    return with_rehearsed_steps(loaded, run_folder(loaded.shared))
 
 
 def train_head(recipe: Recipe, path: Path, start: "Start | None", comment: str, threads: str) -> None:
@@ -155,7 +162,7 @@ def report(run_text: str) -> None:
         if (loaded := load(run.recipe)).variants:
             from headstart.launch.bakeoff import write_table
 
-            write_table(loaded, run)
+            write_table(with_rehearsed_steps(loaded, run), run)
             print(run.folder / "report.md")
             return
         from headstart.eval.report import write_report

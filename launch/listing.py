@@ -14,10 +14,10 @@ from headstart.heads.errors import WrongInput
 from headstart.heads.intervals import interval_text
 from headstart.heads.settings import HEADS
 from headstart.heads.store import versions
-from headstart.launch.recipe import built_in_recipes, load_recipe
+from headstart.launch.recipe import BAKEOFF, built_in_recipes, load_recipe
 from headstart.launch.run import run_folders
 from headstart.launch.schema import bare, keys
-from headstart.launch.settings import Recipe
+from headstart.launch.settings import BakeoffSettings, Recipe
 from headstart.launch.threads import usable_cores
 from headstart.launch.variants import load
 
@@ -46,7 +46,7 @@ def heads() -> Iterator[list[str]]:
 def settings() -> Iterator[list[str]]:
     from headstart.launch.schema import Found
 
-    for key in keys(Recipe):
+    for key in (*keys(Recipe), *keys(BakeoffSettings, f"{BAKEOFF}.")):
         default = '""' if key.default == "" else bare(plain(key.default, Found))
         yield [key.path, default, key.doc.replace("\n", " ")]
 

@@ -24,7 +24,7 @@ from headstart.launch.start import with_start
 FIRST_LINE = '_: r"""   # launch line 1 of 2 (the last line is the other): keep both, they let Python run this file'
 LAST_LINE = '# """; from headstart.launch import main; main(__file__, __name__)'
 LAUNCH_KEY = "_"
-VARIANTS = "variants"  # the key of recipes for several heads (`launch/variants.py`)
+VARIANTS, BAKEOFF = "variants", "bakeoff"  # keys of recipes for several heads (`launch/variants.py`)
 
 
 def built_in_recipes() -> dict[str, Path]:

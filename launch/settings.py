@@ -1,10 +1,10 @@
 """The whole recipe: one dataclass whose fields are the sections of the YAML file. No torch here."""
 
 from dataclasses import dataclass, field
-from typing import Annotated
+from typing import Annotated, Literal
 
 from headstart.eval.settings import EvalSettings, ExportSettings
-from headstart.heads.rules import Bounds, Choice, Conflicts, Pattern
+from headstart.heads.rules import Bounds, Choice, Conflicts, Pattern, Positive
 from headstart.heads.settings import HEADS, Eagle3Settings, HeadSettings, TargetSettings
 from headstart.trainer.settings import (
     FeatureSettings,
@@ -27,6 +27,16 @@ class RunSettings:
     """Seeds head weights, batch order and sampled replies."""
     threads: Annotated[int, Bounds(low=0, high=1024)] = 0
     """CPU threads; 0 means the cores this process may use, shared by the processes on this machine."""
+
+
+@dataclass(frozen=True)
+class BakeoffSettings:
+    """The rule by which all variants of a recipe are trained; a recipe without variants has no such section."""
+
+    rule: Literal["equal_tokens", "equal_time"] = "equal_tokens"
+    """equal_tokens, or equal_time: as many steps as fit into the time of the first variant's, by a short rehearsal."""
+    rehearsal_steps: Positive = 20
+    """Optimiser steps of each variant that are timed for equal_time."""
 
 
 @dataclass(frozen=True)

@@ -48,7 +48,7 @@ from headstart.launch.variants import Loaded, stored_taps
 from headstart.trainer.data import EvaluationRows, TrainingRows
 from headstart.trainer.features import features_inputs
 from headstart.trainer.heldout_traffic import at_temperature, heldout_inputs, make_heldout_traffic
-from headstart.trainer.loop import train
+from headstart.trainer.loop import Job, train
 from headstart.trainer.on_policy import OnPolicyRows
 from headstart.trainer.prompts import make_prompts, read_prompts
 from headstart.trainer.traffic import make_traffic, traffic_inputs
@@ -144,12 +144,8 @@ def heldout_replies(recipe: Recipe, run: RunFolder, targets: TargetLoader, tempe
 def run_head(recipe: Recipe, run: RunFolder, targets: TargetLoader, traffic: Stage, features: Stage) -> None:
     """Train the head on what the target said, or finish a training that was interrupted."""
     target = targets()
-    paths = list(read_paths(traffic.folder, "train"))
     reader = FeatureReader(features.folder, targets.taps)
-    head = new_head(recipe, target, paths, find_start(recipe.head.init_from, run.root))
-    source = (paths, reader, recipe.train.batch_tokens, recipe.run.seed)
-    share = recipe.train.on_policy
-    rows = OnPolicyRows(*source, head=head, target=target, share=share) if share else TrainingRows(*source)
+    head, rows = head_and_rows(recipe, run, target, traffic.folder, reader)
     validation = EvaluationRows(list(read_paths(traffic.folder, "validation")), reader, recipe.train.batch_tokens)
     train(
         head,
@@ -163,6 +159,25 @@ def run_head(recipe: Recipe, run: RunFolder, targets: TargetLoader, traffic: Sta
         name=run.name,
         config=asdict(recipe),
     )
+
+
+def head_and_rows(
+    recipe: Recipe, run: RunFolder, target: Target, traffic: Path, reader: FeatureReader
+) -> tuple[Head, TrainingRows]:
+    """A head as training finds it, and what it learns from."""
+    paths = list(read_paths(traffic, "train"))
+    head = new_head(recipe, target, paths, find_start(recipe.head.init_from, run.root))
+    source = (paths, reader, recipe.train.batch_tokens, recipe.run.seed)
+    share = recipe.train.on_policy
+    return head, OnPolicyRows(*source, head=head, target=target, share=share) if share else TrainingRows(*source)
+
+
+def open_job(recipe: Recipe, run: RunFolder) -> Job:
+    """The training of a recipe from its first step, on the traffic and features that a run has; nothing is written."""
+    targets = target_loader(recipe)
+    reader = FeatureReader(run.folder / "features", targets.taps)
+    head, rows = head_and_rows(recipe, run, target := targets(), run.folder / "traffic", reader)
+    return Job.open(head, target.output_weight(), rows, recipe.train, recipe.eval.draft_length)
 
 
 def new_head(recipe: Recipe, target: Target, paths: Sequence[ReplyPath], start: Start | None = None) -> Head:

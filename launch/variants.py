@@ -16,6 +16,7 @@ from pathlib import Path
 
 from headstart.heads.errors import WrongInput
 from headstart.launch.recipe import (
+    BAKEOFF,
     VARIANTS,
     default_name,
     describe,
@@ -25,11 +26,12 @@ from headstart.launch.recipe import (
     read_yaml,
 )
 from headstart.launch.schema import Builder, Found, Problem, show
-from headstart.launch.settings import Recipe
+from headstart.launch.settings import BakeoffSettings, Recipe
 from headstart.launch.start import with_start
 
 OWN = ("head", "train", "export")  # sections that a variant may set
 ON_COMMAND_LINE = f"{VARIANTS}."
+OF_ALL = (ON_COMMAND_LINE, f"{BAKEOFF}.")  # overrides that are of no variant's own recipe
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,8 @@ class Loaded:
     """The recipe. Of a bake-off: the run that all variants share, with the first one's head."""
     variants: dict[str, Recipe] = field(default_factory=dict)
     """Whole recipes by name, each with a run of its own; none where the file asks for one head."""
+    bakeoff: BakeoffSettings = field(default_factory=BakeoffSettings)
+    """The rule by which variants are trained."""
 
     @property
     def recipes(self) -> dict[str, Recipe]:
@@ -56,10 +60,13 @@ def load(path: Path, overrides: list[str] | tuple[str, ...] = ()) -> Loaded:
     problems: list[Problem] = []
     root = read_yaml(path, problems)
     for text in overrides:
-        root = override(root, text, problems) if text.startswith(ON_COMMAND_LINE) else root
+        root = override(root, text, problems) if text.startswith(OF_ALL) else root
     if not isinstance(root.value, dict) or VARIANTS not in root.value:
         return Loaded(load_recipe(path, overrides))
-    base = Found({key: value for key, value in root.value.items() if key != VARIANTS}, root.where)
+    base = Found({key: value for key, value in root.value.items() if key not in (VARIANTS, BAKEOFF)}, root.where)
+    rule = Builder(BakeoffSettings, path.parent)
+    settings = rule.section(BakeoffSettings, root.value.get(BAKEOFF), BAKEOFF)
+    problems += rule.problems
     found: dict[Problem, list[str]] = {}
     recipes: dict[str, Recipe] = {}
     named = dict(read_variants(root.value[VARIANTS], problems))
@@ -69,14 +76,13 @@ def load(path: Path, overrides: list[str] | tuple[str, ...] = ()) -> Loaded:
             found.setdefault(located(problem, name, own, base), []).append(name)
     problems += [told(problem, names, len(named)) for problem, names in found.items()]
     if not problems:
-        problems += incomparable(named, recipes)
+        problems += incomparable(named, recipes, settings)
     if problems:
         raise WrongInput(describe(path, problems))
     first = next(iter(recipes.values()))
     run_name = first.run.name or default_name(path)
-    return Loaded(
-        renamed(first, run_name), {name: renamed(recipe, f"{run_name}-{name}") for name, recipe in recipes.items()}
-    )
+    variants = {name: renamed(recipe, f"{run_name}-{name}") for name, recipe in recipes.items()}
+    return Loaded(renamed(first, run_name), variants, settings)
 
 
 def renamed(recipe: Recipe, run_name: str) -> Recipe:
@@ -109,7 +115,7 @@ def build(base: Found, own: Found, path: Path, overrides: Iterable[str]) -> tupl
     problems: list[Problem] = []
     merged = laid_over(base, own)
     for text in overrides:
-        merged = merged if text.startswith(ON_COMMAND_LINE) else override(merged, text, problems)
+        merged = merged if text.startswith(OF_ALL) else override(merged, text, problems)
     merged = with_start(merged, path.parent, problems)
     builder = Builder(Recipe, path.parent)
     return builder.section(Recipe, merged), problems + builder.problems
@@ -150,8 +156,8 @@ def told(problem: Problem, names: list[str], num_variants: int) -> Problem:
     return dataclasses.replace(problem, message=f"{problem.message} (variant {', '.join(names)})")
 
 
-def incomparable(named: dict[str, Found], recipes: dict[str, Recipe]) -> Iterator[Problem]:
-    """What would make the one table unfair: heads are compared at equal tokens, and on the same prompts."""
+def incomparable(named: dict[str, Found], recipes: dict[str, Recipe], settings: BakeoffSettings) -> Iterator[Problem]:
+    """What would make the one table unfair: heads are trained by one rule, and compared on the same prompts."""
     first, *others = recipes
     expected = recipes[first].train
     for name in others:
@@ -160,8 +166,12 @@ def incomparable(named: dict[str, Found], recipes: dict[str, Recipe]) -> Iterato
             text = (
                 f"found {train.num_steps:,} steps of {train.batch_tokens:,} = {num_tokens(recipes[name]):,} tokens, "
                 f"expected {num_tokens(recipes[first]):,} as for {first} ({expected.num_steps:,} steps of "
-                f"{expected.batch_tokens:,}): heads are compared at equal tokens"
+                f"{expected.batch_tokens:,}): "
             )
+            text += {
+                "equal_tokens": "heads are compared at equal tokens",
+                "equal_time": "what fits into equal time is found by a rehearsal",
+            }[settings.rule]
             own = named[name].value.get("train", named[name])
             yield Problem(own.where, f"{VARIANTS}.{name}.train.num_steps", text)
     if width := recipes[first].eval.stop_at_width:
@@ -185,5 +195,6 @@ def dump(loaded: Loaded, comment: str) -> str:
     if loaded.variants:
         values = {name: value for name, value in values.items() if name not in OWN}
         own = {name: dataclasses.asdict(recipe) for name, recipe in loaded.variants.items()}
+        values[BAKEOFF] = dataclasses.asdict(loaded.bakeoff)
         values[VARIANTS] = {name: {section: every[section] for section in OWN} for name, every in own.items()}
     return dump_values(values, comment)

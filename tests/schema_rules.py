@@ -174,7 +174,7 @@ BAKEOFF = {
     "prompts": (PROMPTS, NULL),
     "sampling": (dict, NULL),
     "hardware": (dict, NULL),
-    "rule": {"name": ("equal_tokens",), "num_tokens": (int, NULL)},
+    "rule": {"name": ("equal_tokens", "equal_time"), "num_tokens": (int, NULL)},
     "draft_length": int,
     "num_prompts": int,
     "best": TEXT_OR_NULL,

@@ -15,6 +15,9 @@ from headstart.eval.statistics import ratio_interval, resampling_weights
 from headstart.heads.store import hash_file, read_json, write_json
 from headstart.launch import cli
 from headstart.launch.recipe import FIRST_LINE, LAST_LINE
+from headstart.launch.rehearsal import rehearse, with_rehearsed_steps
+from headstart.launch.run import RunFolder
+from headstart.launch.variants import load
 from headstart.trainer.metrics import read_metrics
 from tests.schema_rules import bakeoff_violations, run_violations
 from tests.test_compare import NUM, make_run, make_steps
@@ -89,7 +92,7 @@ def test_the_table_holds_the_figures_of_the_runs(bakeoff: tuple[Path, int]) -> N
         assert printed.startswith(f"{row['num_parameters']:,} trained parameters")
         assert 0 < row["train_seconds"] < 600
     assert [row["engines"] for row in content["rows"]] == [["vllm"], [], ["vllm", "llamacpp"]]
-    assert (runs / "three" / "report.md").read_text().count("| medusa |") == 3
+    assert (runs / "three" / "report.md").read_text().count("\n| medusa |") == 4  # figures, two verdicts, run
 
 
 def test_a_variant_that_fails_is_named_and_the_others_are_done(
@@ -161,6 +164,36 @@ def without_clock(content: dict[str, Any]) -> dict[str, Any]:
     return {**figures, "rows": rows, "ngram": {**content["ngram"], "speed": None}}
 
 
+def test_equal_time_gives_each_head_the_steps_that_fit_and_keeps_them(
+    bakeoff: tuple[Path, int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The first one's steps are the budget; another time the counts are read, not timed, for as long as it is the same."""
+    runs, _ = bakeoff
+    recipe, overrides = runs.parent / "three.yaml", ["bakeoff.rule=equal_time", "bakeoff.rehearsal_steps=1"]
+    loaded = load(recipe, overrides)
+    run = RunFolder(tmp_path / "three")
+    run.folder.mkdir()
+    for stage in ("traffic", "features"):
+        run.link(stage, runs / "three" / stage)
+    rehearsed = rehearse(loaded, run).variants
+    steps = {name: own.train.num_steps for name, own in rehearsed.items()}
+    seconds = {
+        name: own["seconds_per_step"] for name, own in read_json(run.folder / "rehearsal.json")["variants"].items()
+    }
+    assert steps == {name: max(1, round(6 * seconds["eagle3"] / seconds[name])) for name in NAMES}
+    capsys.readouterr()
+    assert rehearse(loaded, run).variants == rehearsed == with_rehearsed_steps(loaded, run).variants
+    assert "rehearsal of" not in capsys.readouterr().out
+    assert {name: own.train.num_steps for name, own in loaded.variants.items()} == dict.fromkeys(NAMES, 6)
+    other = load(recipe, [*overrides, "train.num_steps=7"])
+    assert with_rehearsed_steps(other, run) == other
+    assert with_rehearsed_steps(load(recipe), run) == load(recipe)
+    (found := read_json(run.folder / "rehearsal.json"))["variants"].pop("jsd")
+    write_json(run.folder / "rehearsal.json", found)
+    again = rehearse(loaded, run).variants  # a variant that was added
+    assert {name: again[name] for name in NAMES[:2]} == {name: rehearsed[name] for name in NAMES[:2]}
+
+
 def make_entry(root: Path, name: str, gain: float, noise: float = 0.0, lookup: float = 0.8, **changes: Any) -> Entry:
     """A measured head `gain` times as good as a reference, beside n-gram lookup that is `lookup` times as good."""
     steps_R, lookup_R = make_steps(gain, noise, seed=len(name)), make_steps(lookup, 0.02, seed=9)
@@ -191,7 +224,7 @@ def test_the_table_tells_ties_from_differences_and_names_heads_that_lookup_beats
         make_entry(tmp_path, name, gain, noise)
         for name, gain, noise in (("good", 1.1, 0.0), ("alike", 1.1, 0.08), ("worse", 1.0, 0.02), ("weak", 0.79, 0.02))
     ]
-    content = bakeoff_content(entries, 4, "equal_tokens")
+    content = bakeoff_content(entries, tmp_path, 4, "equal_tokens")
     rows = {row["variant"]: row for row in content["rows"]}
     best, other = sorted(("good", "alike"), key=lambda name: -rows[name]["accept_len"]["value"])
     assert content["best"] == best
@@ -218,15 +251,19 @@ def test_the_table_tells_ties_from_differences_and_names_heads_that_lookup_beats
 def test_a_head_that_is_not_measured_has_no_figures_and_says_why(tmp_path: Path) -> None:
     entries = [make_entry(tmp_path, "done", 1.0), Entry("next", tmp_path / "next", "mlp", 10, 100, [])]
     entries.append(Entry("broken", tmp_path / "broken", "mlp", 10, 200, [], failed="no memory"))
-    content = bakeoff_content(entries, 4, "equal_tokens")
+    content = bakeoff_content(entries, tmp_path, 4, "equal_time")
     write_json(tmp_path / "bakeoff.json", content)
     assert bakeoff_violations(tmp_path) == []
     assert [row["accept_len"]["value"] is None for row in content["rows"]] == [False, True, True]
     text = write_bakeoff_report(tmp_path, content).read_text()
-    for expected in ("Failed: broken: no memory", "Not measured yet: next", "different numbers of tokens"):
+    for expected in (
+        "Failed: broken: no memory",
+        "Not measured yet: next",
+        "equal time, as rehearsed: on 100 to 200 tokens",
+    ):
         assert expected in text
     shutil.rmtree(tmp_path / "done")
-    nothing = bakeoff_content(entries, 4, "equal_tokens")
+    nothing = bakeoff_content(entries, tmp_path, 4, "equal_time")
     assert (nothing["best"], nothing["ngram"], nothing["target"]) == (None, None, None)
     write_json(tmp_path / "bakeoff.json", nothing)
     assert bakeoff_violations(tmp_path) == []

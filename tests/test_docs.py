@@ -10,7 +10,7 @@ import pytest
 from headstart.launch.cli import build_parser
 from headstart.launch.recipe import built_in_recipes, find_recipe
 from headstart.launch.schema import keys
-from headstart.launch.settings import Recipe
+from headstart.launch.settings import BakeoffSettings, Recipe
 from headstart.launch.variants import load
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -36,7 +36,7 @@ def test_documented_commands_parse(path: Path) -> None:
     for arguments in commands(text, "headstart"):
         options = build_parser().parse_args(arguments)
         overrides = [item for item in getattr(options, "overrides", []) if "=" in item]
-        known = {key.path for key in keys(Recipe)}
+        known = {key.path for key in (*keys(Recipe), *keys(BakeoffSettings, "bakeoff."))}
         named = {re.sub(r"^variants\.[^.]+\.", "", item.partition("=")[0]) for item in overrides}
         assert named <= known, arguments
     for arguments in commands(text, "accelerate"):

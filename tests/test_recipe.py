@@ -16,7 +16,7 @@ from headstart.launch.recipe import (
     load_recipe,
 )
 from headstart.launch.schema import keys
-from headstart.launch.settings import Recipe
+from headstart.launch.settings import BakeoffSettings, Recipe
 from headstart.launch.variants import load
 from headstart.trainer.settings import LossSettings
 
@@ -251,7 +251,7 @@ def test_the_bake_off_has_every_kind_and_shares_its_traffic_with_that_of_every_l
 
 
 def test_every_setting_has_a_doc() -> None:
-    assert [key.path for key in keys(Recipe) if not key.doc.endswith(".")] == []
+    assert [key.path for cls in (Recipe, BakeoffSettings) for key in keys(cls) if not key.doc.endswith(".")] == []
 
 
 @pytest.mark.parametrize(

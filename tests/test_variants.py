@@ -53,7 +53,10 @@ def test_the_command_line_wins_over_variants_and_reaches_into_them(tmp_path: Pat
     plain = write(tmp_path, "train: {depth: 2}\n", "plain.yaml")
     assert load(plain).variants == {}
     assert load(plain).recipes[""] == load_recipe(plain)
-    assert list(load(plain, ["variants.wide.head.fc_norm=true"]).variants) == ["wide"]
+    wide = load(plain, ["variants.wide.head.fc_norm=true", "bakeoff.rule=equal_time"])
+    assert (list(wide.variants), wide.bakeoff.rule) == (["wide"], "equal_time")
+    with pytest.raises(WrongInput, match="bakeoff: unknown key"):
+        load(plain, ["bakeoff.rule=equal_time"])
 
 
 def test_the_resolved_bake_off_reads_back_equal_and_is_python_too(tmp_path: Path) -> None:
@@ -84,6 +87,17 @@ BAD_VARIANTS = [
         "\n  a: {target: {model: x}, prompts: {}, traffic: {slots: 1}, run: {seed: 1}}\n  b: {eval: {}, features: {}}",
         [f"variants.a.{name}: is shared by all variants" for name in ("target", "prompts", "traffic", "run")]
         + [f"variants.b.{name}: is shared by all variants" for name in ("eval", "features")],
+    ),
+    (
+        "{a: {}, b: {train: {num_steps: 4, batch_tokens: 2048}}}\nbakeoff: {rule: equal_times, steps: 3}",
+        [
+            "mine.yaml:6: bakeoff.steps: unknown key; expected one of rule, rehearsal_steps",
+            "mine.yaml:6: bakeoff.rule: found 'equal_times', expected equal_tokens or equal_time; did you mean equal_time?",
+        ],
+    ),
+    (
+        "{a: {}, b: {train: {num_steps: 4}}}\nbakeoff: {rule: equal_time}",
+        ["mine.yaml:5: variants.b.train.num_steps: found 4 steps of 1,024 = 4,096 tokens, expected 8,192 as for a"],
     ),
     (
         "\n  a:\n  b: {train: {num_steps: 4}}\n  c: {train: {num_steps: 4, batch_tokens: 2048}}",
