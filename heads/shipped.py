@@ -81,16 +81,23 @@ def require_shipped(facts: TargetFacts) -> None:
 
 
 def tensor_files(folder: Path) -> dict[str, Path]:
-    """The file of every tensor in a model folder, by the tensor's name."""
-    from safetensors import safe_open
+    """The file of every tensor in a model folder, by the tensor's name.
+
+    Raises:
+        ValueError: a file that is damaged.
+    """
+    from safetensors import SafetensorError, safe_open
 
     if (folder / INDEX).is_file():
         places = json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"]
         return {name: folder / file for name, file in places.items()}
     found = {}
     for path in sorted(folder.glob("*.safetensors")):
-        with safe_open(path, framework="pt") as file:
-            found.update(dict.fromkeys(file.keys(), path))
+        try:
+            with safe_open(path, framework="pt") as file:
+                found.update(dict.fromkeys(file.keys(), path))
+        except SafetensorError as error:
+            raise ValueError(f"{path.name} is no whole safetensors file ({error})") from None
     return found
 
 

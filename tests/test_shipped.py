@@ -234,3 +234,10 @@ def test_a_layer_that_is_not_whole_is_refused(change, expected, tmp_path):
     target = load_target(TargetSettings(model=str(folder), dtype="float32", device="cpu"))
     with pytest.raises(WrongInput, match=expected):
         shipped_head(target)
+
+
+def test_a_damaged_file_is_named(tmp_path):
+    file = write_target(tmp_path, "mimo") / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+    with pytest.raises(WrongInput, match=r"model\.safetensors is no whole safetensors file"):
+        load_target(TargetSettings(model=str(tmp_path), device="cpu"))
