@@ -224,7 +224,11 @@ def _contents(record: dict[str, Any]) -> str:
 
 
 def _merged(record: dict[str, Any]) -> str:
-    """What a target's folder holds after its MTP layer was fine-tuned."""
+    """What a folder holds that is a target with its MTP layer."""
+    before = {
+        "shipped": "the target as it was, bit by bit, but for the tensors of its MTP layer",
+        "mimo": "the target as a Qwen2 with zero biases, else bit by bit as it was; with the MTP layer it is a MiMo",
+    }[record["form"]]
     tensors = record["tensors"]
     trained = sum(_size(shape) for shape in tensors.values())
     names = sorted({re.sub(r"\.experts\.\d+\.", ".experts.*.", name) for name in tensors})
@@ -232,8 +236,8 @@ def _merged(record: dict[str, Any]) -> str:
         [
             "## What is in the folder",
             "",
-            "- the target as it was, bit by bit, but for the tensors of its MTP layer; its own card is TARGET_README.md",
-            f"- trained ({trained / 1e6:.1f} M parameters, in the precisions they had): {', '.join(names)}",
+            f"- {before}; its own card is TARGET_README.md",
+            f"- trained ({trained / 1e6:.1f} M parameters, in the target's precisions): {', '.join(names)}",
             "- alignment: slot t reads the target's final state of token t and the embedding of token t + 1, and predicts "
             "t + 2; the next slot reads the layer's own normed state",
         ]

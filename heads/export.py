@@ -22,6 +22,7 @@ from headstart.heads.errors import WrongInput
 from headstart.heads.facts import TargetFacts
 from headstart.heads.served import DTYPES, ServedEagle3, read_eagle3
 from headstart.heads.settings import DraftSettings, Eagle3Settings, HeadSettings, MTPSettings
+from headstart.heads.shipped import unlike_mimo
 from headstart.heads.store import read_json, write_json
 
 ENGINES = ("vllm", "sglang", "llamacpp", "transformers")
@@ -125,15 +126,13 @@ def unservable(settings: HeadSettings, facts: TargetFacts, taps: list[int], engi
 
 def unservable_mtp(settings: MTPSettings, facts: TargetFacts) -> list[str]:
     """Engines know MTP layers as a part of some targets' own files, and share the target's whole output head."""
-    if not settings.shipped:
-        return [
-            "an MTP layer is loaded from a target that ships one (head.shipped = true), and never beside its target"
-        ]
+    problems = [] if settings.shipped else list(unlike_mimo(settings, facts))
     if 0 < settings.draft_vocab_size < facts.num_tokens:
-        return [
-            f"draft_vocab_size = {settings.draft_vocab_size}: the layer drafts through the target's whole output head"
-        ]
-    return []
+        size = settings.draft_vocab_size
+        problems.append(
+            f"draft_vocab_size = {size}: the layer drafts through the target's whole output head; set it to 0"
+        )
+    return problems
 
 
 def check_folder_name(out: Path, kind: str) -> None:

@@ -12,11 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 from headstart.heads.errors import WrongInput
 from headstart.heads.facts import TargetFacts
+from headstart.heads.settings import MTPSettings
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 INDEX = "model.safetensors.index.json"
+BIASED = tuple(f"self_attn.{name}_proj" for name in "qkv")  # projections that have a bias in every Qwen2, so in MiMo
 ENDS = ("enorm", "hnorm", "eh_proj", "norm")  # a layer's own modules, beside the decoder layer (`block`)
 
 
@@ -78,6 +80,17 @@ def require_shipped(facts: TargetFacts) -> None:
             f"head.shipped: found true, but {facts.name} ships no MTP layer of a known family. Looked for, by model type "
             f"(N: number of its layers): {looked}.\nTrain a layer of its own: head.shipped=false"
         )
+
+
+def unlike_mimo(settings: MTPSettings, facts: TargetFacts) -> Iterator[str]:
+    """Why a target and an MTP layer of its own would together be no MiMo, which is the form that engines load."""
+    if settings.num_modules > 1:
+        yield f"num_modules = {settings.num_modules}: engines run one layer at every depth"
+    if settings.intermediate_size not in (0, facts.intermediate_size):
+        yield f"intermediate_size = {settings.intermediate_size}: the layer has to be as wide as the target's"
+    qwen2 = facts.llama_like and not facts.query_key_norm and facts.num_heads * facts.head_dim == facts.hidden_size
+    if not qwen2 or any(name not in BIASED for name in facts.layer_biases):
+        yield f"engines know MTP layers of some families only, and the layers of {facts.name} are not those of Qwen2 either"
 
 
 def tensor_files(folder: Path) -> dict[str, Path]:

@@ -16,7 +16,9 @@ from headstart.heads.eagle3 import Eagle3
 from headstart.heads.errors import WrongInput
 from headstart.heads.export import ENGINES, WRITERS, export_dtype, refuse_unservable, write_eagle3
 from headstart.heads.export_draft import write_draft
+from headstart.heads.export_mimo import mimo_layer, write_mimo
 from headstart.heads.export_mtp import published_tensors, write_merged
+from headstart.heads.mtp import MTP
 from headstart.heads.mtp_shipped import MTPShipped
 from headstart.heads.served import read_eagle3
 from headstart.heads.shipped import tensor_files
@@ -50,7 +52,7 @@ def export_head(
         require_gate(run, folder, identity, eval_settings)
     head = load_head(folder, target).to("cpu").eval()
     refuse_unservable(head, engine)
-    assert isinstance(head, (Eagle3, DraftModel, MTPShipped))  # the kinds with a writer
+    assert isinstance(head, (Eagle3, DraftModel, MTPShipped, MTP))  # the kinds with a writer
     dtype = export_dtype(export_settings.dtype, target.dtype)
     out = out or run / "export" / engine
     evals = read_evals(run / "eval")
@@ -77,7 +79,7 @@ def export_head(
         "taps": head.taps,
         "tap_convention": TAP_CONVENTION,
         "draft_length": recommended_draft_length(measured, engine, eval_settings.draft_length),
-        "dtype": "as in the target" if isinstance(head, MTPShipped) else dtype,
+        "dtype": "as in the target" if head.kind == "mtp" else dtype,
         "tensors": {},
         "files": {},
         "loaded_in": [],
@@ -85,12 +87,16 @@ def export_head(
     }
 
     def describe(written: Path) -> None:
-        record.update(merged_contents(written, head) if isinstance(head, MTPShipped) else head_contents(written, head))
+        record.update(
+            merged_contents(written, head) if isinstance(head, (MTPShipped, MTP)) else head_contents(written, head)
+        )
         write_json(written / RECORD, record)
         write_card(written, measured)
 
     if isinstance(head, MTPShipped):
         write_merged(head, resolve_model(target.facts.name), out, engine, describe)
+    elif isinstance(head, MTP):
+        write_mimo(head, resolve_model(target.facts.name), out, engine, describe)
     elif isinstance(head, DraftModel):
         write_draft(head, target, out, engine, dtype, describe)
     else:
@@ -115,11 +121,13 @@ def head_contents(written: Path, head: Eagle3 | DraftModel) -> dict[str, Any]:
     }
 
 
-def merged_contents(written: Path, head: MTPShipped) -> dict[str, Any]:
-    """The same of a target's folder: of the MTP layer's tensors, and the files that hold them."""
-    layer, places = published_tensors(head), tensor_files(written)
+def merged_contents(written: Path, head: MTPShipped | MTP) -> dict[str, Any]:
+    """The same of a folder that is target and head: of the MTP layer's tensors, and the files that hold them."""
+    layer = published_tensors(head) if isinstance(head, MTPShipped) else mimo_layer(head)
+    places = tensor_files(written)
     files = sorted({places[path].name for path in layer})
     return {
+        "form": "shipped" if isinstance(head, MTPShipped) else "mimo",
         "readable_by": list(WRITERS[head.kind]),
         "tensors": {path: list(tensor.shape) for path, tensor in layer.items()},
         "files": {name: hash_file(written / name) for name in ("config.json", *files)},

@@ -82,8 +82,8 @@ def published_layer(family):
     return {name: tensor.contiguous() for name, tensor in found.items()}
 
 
-def write_target(folder, family, shards=False):
-    """A target's folder; in several files with an index where `shards` is true."""
+def write_target(folder, family, shards=False, layer=True):
+    """A target's folder, with its layer or without; in several files with an index where `shards` is true."""
     torch.manual_seed(5)
     tokenizer = tiny_tokenizer()
     config = FAMILIES[family][0]()
@@ -95,14 +95,16 @@ def write_target(folder, family, shards=False):
             parameter.copy_(fill(name, parameter, 4.0 if "embed" in name or "lm_head" in name else 2.0))
     model.save_pretrained(folder, max_shard_size="150KB" if shards else "5GB")
     tokenizer.save_pretrained(folder)
+    if not layer:
+        return folder
     if family == "mimo":
         content = json.loads((folder / "config.json").read_text())
         content |= {"model_type": "mimo", "architectures": ["MiMoForCausalLM"], "auto_map": {"AutoConfig": "mimo.MiMo"}}
         (folder / "config.json").write_text(json.dumps(content))
-    layer = published_layer(family)
+    published = published_layer(family)
     index = folder / "model.safetensors.index.json"
     files = sorted(folder.glob("*.safetensors"))
-    halves = (dict(list(layer.items())[::2]), dict(list(layer.items())[1::2])) if shards else (layer,)
+    halves = (dict(list(published.items())[::2]), dict(list(published.items())[1::2])) if shards else (published,)
     for file, tensors in zip(files[:2], halves, strict=False):
         save_file(load_file(file) | tensors, file, metadata={"format": "pt"})
     if shards:

@@ -1,6 +1,7 @@
 """Laws of MTP layers that targets ship: every family is read as transformers reads it, and merged back tensor by tensor."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -10,10 +11,12 @@ from transformers.modeling_layers import MtpLayer
 
 from headstart.eval.settings import EvalSettings, ExportSettings
 from headstart.heads.batch import pack
+from headstart.heads.builtin import resolve_model
 from headstart.heads.card import RECORD
 from headstart.heads.checkpoint import build_head, save_head
 from headstart.heads.errors import WrongInput
 from headstart.heads.export import unservable
+from headstart.heads.export_mimo import check_mimo, write_mimo
 from headstart.heads.export_mtp import check_merged, published_tensors, write_merged
 from headstart.heads.mtp import MTP
 from headstart.heads.settings import MTPSettings, TargetSettings
@@ -198,12 +201,72 @@ def test_an_export_names_its_layer_and_how_to_serve_it(tiny_shipped_target, tmp_
 
 
 @pytest.mark.parametrize(("settings", "expected"), [
-    (MTPSettings(), "never beside its target"),
+    (MTPSettings(), "not those of Qwen2"),
     (MTPSettings(shipped=True, draft_vocab_size=100), "whole output head"),
 ])  # fmt: skip
 def test_what_no_engine_serves_is_told_before_training(settings, expected, tiny_shipped_target):
     (problem,) = unservable(settings, tiny_shipped_target.facts, [], "vllm")
     assert expected in problem
+
+
+def own_head(target, **settings):
+    torch.manual_seed(2)
+    head = build_head(MTPSettings(**settings), target.facts, torch.arange(target.facts.num_tokens))
+    head.load_target(target, initialise=False)
+    with torch.no_grad():
+        for parameter in head.trained_tensors().values():
+            parameter += 0.1 * torch.randn_like(parameter)
+    return head.eval()
+
+
+@pytest.mark.parametrize("name", ["tiny_target", "tiny_tied_target", "qwen2"])
+def test_a_layer_of_our_own_becomes_a_target_that_ships_one(name, request, tmp_path):
+    if name == "qwen2":
+        folder = write_target(tmp_path / "source", "mimo", shards=True, layer=False)
+        target = load_target(TargetSettings(model=str(folder), dtype="float32", device="cpu"))
+        assert not target.facts.shipped
+    else:
+        target = request.getfixturevalue(name)
+    head = own_head(target)
+    folder = write_mimo(head, resolve_model(target.facts.name), tmp_path / "vllm", "vllm")
+    again = load_target(TargetSettings(model=str(folder), dtype="float32", device="cpu"))
+    batch = random_batch(again)
+    with torch.no_grad():
+        (expected_PV, found_PV) = (
+            rollout_logits(which, rollout)[rollout.valid_SD]
+            for which in (head, shipped_head(again))
+            for rollout in [which.rollout(batch, DEPTH)]
+        )
+    torch.testing.assert_close(found_PV, expected_PV, rtol=0, atol=1e-4 * float(expected_PV.abs().max()))
+    tokens_1T = torch.tensor([[5, 9, 200, 31, 7]])
+    torch.testing.assert_close(again.model(tokens_1T).logits, target.model(tokens_1T).logits, rtol=1e-5, atol=1e-4)
+    config = json.loads((folder / "config.json").read_text())
+    assert (config["architectures"], config["num_nextn_predict_layers"]) == (["MiMoForCausalLM"], 1)
+    assert config["eos_token_id"] == target.model.config.eos_token_id
+
+
+def test_a_layer_that_was_written_wrong_is_told_apart(tiny_target, tmp_path):
+    head, source = own_head(tiny_target), resolve_model("tiny")
+    folder = write_mimo(head, source, tmp_path / "vllm", "vllm")
+    check_mimo(head, folder, source, torch.float32)
+    for name in ("model.mtp_layers.0.mlp.down_proj.weight", "model.norm.weight"):
+        copied = shutil.copytree(folder, tmp_path / name)
+        tensors = load_file(copied / "model.safetensors")
+        changed = tensors | {name: tensors[name] * 1.5}
+        save_file(changed, copied / "model.safetensors", metadata={"format": "pt"})
+        with pytest.raises(WrongInput, match="does not draft|is not the target's"):
+            check_mimo(head, copied, source, torch.float32)
+
+
+@pytest.mark.parametrize(("settings", "expected"), [
+    ({"num_modules": 2}, "num_modules = 2"),
+    ({"intermediate_size": 8}, "intermediate_size = 8"),
+    ({"draft_vocab_size": 64}, "draft_vocab_size = 64"),
+])  # fmt: skip
+def test_what_is_no_mimo_is_told_before_training(settings, expected, tiny_target):
+    (problem,) = unservable(MTPSettings(**settings), tiny_target.facts, [], "vllm")
+    assert problem.startswith(expected)
+    assert not unservable(MTPSettings(), tiny_target.facts, [], "vllm")
 
 
 def test_a_target_without_the_layer_is_refused_before_anything_is_loaded(tiny_target):
