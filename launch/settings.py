@@ -74,6 +74,11 @@ class Recipe:
                 f"found {widest} children of one node, expected at most head.draft_vocab_size = {most_tokens}: they are "
                 "different draft tokens",
             )
+        if (noise := self.train.feature_noise) and self.head.continues_text:
+            yield (
+                "train.feature_noise",
+                f"found {noise:g}, expected 0: {self.head.kind} heads read no states of the target",
+            )
         if (weight := self.train.loss.feature_weight) and not self.head.predicts_final:
             able = ", ".join(kind for kind, cls in HEADS.items() if cls().predicts_final)
             yield (

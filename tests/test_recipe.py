@@ -81,6 +81,10 @@ BAD_RECIPES = [
         ["mine.yaml:3: eval.trees: found [2, 1, 1, 1, 1], 5 deep, expected at most head.num_heads = 4"],
     ),
     (
+        "head: {kind: draft}\ntrain:\n  feature_noise: 0.1",
+        ["mine.yaml:3: train.feature_noise: found 0.1, expected 0: draft heads read no states of the target"],
+    ),
+    (
         "train:\n  loss: {feature_weight: 10}",
         ["mine.yaml:2: train.loss.feature_weight: found 10, expected 0: the states of eagle3 do not stand for"],
     ),

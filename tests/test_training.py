@@ -13,7 +13,8 @@ import torch
 from headstart.heads.batch import pack, supervised_pairs
 from headstart.heads.errors import TrainingFailed, WrongInput
 from headstart.trainer.data import TrainingRows, count_pairs
-from headstart.trainer.loop import accumulate_gradients, optimizer_step
+from headstart.trainer.feature_noise import noisy
+from headstart.trainer.loop import Job, accumulate_gradients, optimizer_step
 from headstart.trainer.losses import pair_loss
 from headstart.trainer.metrics import METRICS, read_metrics
 from headstart.trainer.optim import learning_rate
@@ -22,6 +23,7 @@ from tests.kinds import FORMS
 from tests.small_training import (
     SETTINGS,
     RandomFeatures,
+    SmallTarget,
     make_head,
     make_paths,
     make_rows,
@@ -91,6 +93,53 @@ def test_reported_loss_is_the_weighted_mean_of_its_depths(tmp_path):
         assert line["train/loss"] == pytest.approx(float(weight_D @ per_depth / weight_D.sum()), rel=1e-9)
         assert line["train/num_supervised"] == rows.step_pairs(line["step"], 3).sum()
         begin = line["step"] + 1
+
+
+def test_noise_is_a_function_of_seed_step_and_prompt_and_never_reaches_the_teacher():
+    """Splits and ranks draw the same noise, another step another one; what is charged against stays clean."""
+    settings = replace(SETTINGS, feature_noise=0.1)
+    for kind in ("eagle1", "eagle3"):
+        jobs = {
+            shape: Job.open(
+                make_head(kind=kind), SmallTarget().output, make_rows(), replace(settings, accumulate=shape[0])
+            )
+            for shape in ((1, 1), (3, 1), (2, 2))
+        }
+        sums, found = {}, {}
+        for shape, job in jobs.items():
+            ranks = [replace(job, rank=rank, world=shape[1]) for rank in range(shape[1])]
+            sums[shape] = sum(accumulate_gradients(own, 2).loss_D for own in ranks)
+            found[shape] = gradients(job.head)
+        for shape in ((3, 1), (2, 2)):
+            torch.testing.assert_close(sums[shape], sums[1, 1], rtol=1e-5, atol=1e-8)
+            for name, gradient in found[shape].items():
+                assert (gradient - found[1, 1][name]).abs().max() <= 1e-5 * found[1, 1][name].abs().max(), name
+        clean = Job.open(make_head(kind=kind), SmallTarget().output, make_rows(), SETTINGS)
+        quiet, noisy_sums = accumulate_gradients(clean, 2), accumulate_gradients(jobs[1, 1], 2)
+        torch.testing.assert_close(quiet.mass_D, noisy_sums.mass_D, rtol=1e-12, atol=0)
+        assert (quiet.loss_D - noisy_sums.loss_D).abs().min() > 1e-3
+    batch = make_rows().batch(1)
+    drawn = [noisy(batch, "final", 0.1, 0, step).final_TH - batch.final_TH for step in (1, 1, 2)]
+    assert torch.equal(drawn[0], drawn[1])
+    assert not torch.equal(drawn[0], drawn[2])
+    for begin, end in zip(batch.offsets, batch.offsets[1:], strict=False):
+        most = 0.1 * 512 / (end - begin)
+        assert 0.9 * most < drawn[0][begin:end].abs().max() < 1.02 * most
+        assert drawn[0][begin:end].float().mean().abs() < 0.2 * most
+    assert not drawn[0][batch.num_tokens :].any()
+
+
+def test_training_with_noise_resumes_as_if_never_stopped(tmp_path):
+    settings = replace(SETTINGS, num_steps=6, save_every=3, feature_noise=0.1)
+    unbroken, _ = run(tmp_path / "unbroken", settings, head=make_head(kind="eagle1"))
+    run(tmp_path / "clean", replace(settings, num_steps=1, feature_noise=0.0), head=make_head(kind="eagle1"))
+    measured = [read_metrics(tmp_path / name / METRICS)[0] for name in ("unbroken", "clean")]  # evaluation has none
+    assert len({line["acceptance/position_0"] for line in measured}) == 1
+    run(tmp_path / "broken", settings, head=make_head(kind="eagle1"))
+    (tmp_path / "broken" / "checkpoints" / "last").write_text("step-000003\n")
+    resumed, _ = run(tmp_path / "broken", settings, head=make_head(kind="eagle1", seed=5))
+    for name, tensor in unbroken.trained_tensors().items():
+        assert torch.equal(tensor, resumed.trained_tensors()[name]), name
 
 
 # Data

@@ -29,6 +29,7 @@ from headstart.trainer.checkpoint import (
 from headstart.trainer.console import Pace, print_start, progress_line
 from headstart.trainer.data import EvaluationRows, TrainingRows
 from headstart.trainer.feature_loss import feature_loss
+from headstart.trainer.feature_noise import noisy
 from headstart.trainer.interruption import interruption
 from headstart.trainer.losses import PairSums, Teacher, pair_loss
 from headstart.trainer.memory import keep_freed_memory
@@ -195,7 +196,8 @@ def accumulate_gradients(job: Job, step: int) -> PairSums:
     for micro in range(settings.accumulate):
         batch = job.rows.batch(step, micro, settings.accumulate, job.rank, job.world).to(head.device)
         with job.precision.autocast(head.device):
-            rollout = head.rollout(batch, settings.depth)
+            read = noisy(batch, head.reads, settings.feature_noise, job.rows.seed, step)
+            rollout = head.rollout(read, settings.depth)
         weights = [output.weight for output in head.outputs()]
         loss, found = pair_loss(rollout, weights, batch, job.teacher, settings.loss, normaliser)
         if settings.loss.feature_weight:

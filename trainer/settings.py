@@ -124,6 +124,8 @@ class TrainSettings:
     """Largest gradient norm; 0 switches clipping off."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Precision of matrix products: auto, float32 or bfloat16 (weights and optimiser stay float32)."""
+    feature_noise: NonNegative = 0.0
+    """Uniform noise on the states a head reads, up to this times 512 / path length (EAGLE-1 had 0.1); 0 adds none."""
     loss: LossSettings = field(default_factory=LossSettings)
     """The loss and its weights."""
     eval_every: Positive = 250
