@@ -28,7 +28,7 @@ from headstart.eval.engine_runs import (
     run_vllm,
 )
 from headstart.eval.engines_setup import engines_folder, install_llamacpp, install_vllm
-from headstart.eval.eval_files import read_eval
+from headstart.eval.file_reader import read_eval
 from headstart.eval.gate import of_checkpoint, read_evals
 from headstart.eval.replies import Reply
 from headstart.eval.timings import balanced

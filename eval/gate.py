@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from headstart.eval.eval_files import read_eval
+from headstart.eval.file_reader import read_eval
 from headstart.eval.settings import EvalSettings
 from headstart.eval.summary import plain_below_generate
 from headstart.eval.temperatures import split_settings

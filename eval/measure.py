@@ -1,6 +1,6 @@
 """The eval stage: what a head accepts, whether its output is the target's own, and what it is worth in time.
 
-Three measurements of one checkpoint on the held-out replies, in this order, each in a file of its own (`files.py`):
+Three measurements of one checkpoint on the held-out replies, in this order, each in a file of its own (`file_writer.py`):
 
     acceptance.json   exact offline acceptance in float32, per position, route and prompt length; n-gram lookup and a live
                       run (`live.py`) beside it; the sums of each prompt are in prompts.json (`prompt_sums.py`)
@@ -21,8 +21,8 @@ import numpy as np
 from headstart.eval.acceptance import ReplyAcceptance
 from headstart.eval.calibration_text import calibration_text
 from headstart.eval.cut_vocabulary import cut_rows
-from headstart.eval.eval_files import read_eval
-from headstart.eval.files import EvalFiles
+from headstart.eval.file_reader import read_eval
+from headstart.eval.file_writer import EvalFiles
 from headstart.eval.gate import of_checkpoint, read_evals
 from headstart.eval.heldout import PREVIOUS, check_paths, head_acceptance, measure_acceptance, measure_setting
 from headstart.eval.live import measure_live

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from headstart.eval.eval_files import SCHEMAS, read_eval
+from headstart.eval.file_reader import SCHEMAS, read_eval
 from headstart.eval.gate import same_checkpoint
 from headstart.heads.errors import WrongInput
 from headstart.heads.store import write_json

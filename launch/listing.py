@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from headstart.eval.eval_files import read_eval
+from headstart.eval.file_reader import read_eval
 from headstart.eval.summary import find_rows
 from headstart.eval.temperatures import split_settings
 from headstart.heads.errors import WrongInput

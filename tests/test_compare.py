@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from headstart.eval.compare import compare, comparison_text
-from headstart.eval.eval_files import MEMBERS
+from headstart.eval.file_reader import MEMBERS
 from headstart.eval.prompt_sums import read_sums, write_sums
 from headstart.heads.errors import WrongInput
 from headstart.launch import cli

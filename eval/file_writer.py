@@ -9,7 +9,7 @@ import torch
 
 from headstart.eval.acceptance import ReplyAcceptance
 from headstart.eval.calibration import calibration_entries
-from headstart.eval.eval_files import SCHEMAS, read_eval
+from headstart.eval.file_reader import SCHEMAS, read_eval
 from headstart.eval.gate import of_checkpoint, read_evals, same_checkpoint
 from headstart.eval.heldout import PREVIOUS
 from headstart.eval.identity import overall_verdict
