@@ -7,10 +7,12 @@ beyond the target's, which are never drafted.
 """
 
 import torch
+from safetensors import safe_open
 
 from headstart.heads.errors import WrongInput
 from headstart.heads.model_files import read_model
 from headstart.heads.settings import TargetSettings
+from headstart.heads.start import stored_tensors
 from headstart.heads.target import Target, TargetLoader
 
 
@@ -28,8 +30,21 @@ def open_base(name: str) -> TargetLoader:
 
 
 def read_base(base: TargetLoader, device: torch.device) -> Target:
-    """Its weights in float32, frozen."""
+    """Its weights in float32, frozen.
+
+    Raises:
+        WrongInput: files that cannot be read, or an output layer of its own that its config says is the embedding.
+    """
     model = read_model(base.facts.name, base.folder, dtype=torch.float32)
+    stored = stored_tensors(sorted(base.folder.glob("*.safetensors"))).get("lm_head.weight")
+    if stored is not None and model.config.get_text_config().tie_word_embeddings:
+        with safe_open(stored.file, framework="pt") as file:
+            output_VH = file.get_tensor(stored.name).float()
+        if not torch.equal(output_VH, model.get_input_embeddings().weight.detach().cpu()):
+            raise WrongInput(
+                f"head.model: {base.folder} has an output layer that differs from its embedding, but its config.json says "
+                "tie_word_embeddings = true, so that loading drops it.\nSet that to false, or delete lm_head.weight."
+            )
     model.to(device).eval().requires_grad_(False)
     return Target(model, base.tokenizer, base.facts, taps=[0], direct=False)
 

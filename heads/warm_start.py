@@ -42,7 +42,10 @@ def shape_problems(start: Start, settings: HeadSettings, facts: TargetFacts) -> 
     """Tensors that are missing, left over or of another shape, against the head of these settings."""
     num_ids = facts.num_tokens if start.draft_ids_V is None else len(start.draft_ids_V)
     with torch.device("meta"):
-        expected = build_head(settings, facts, torch.arange(num_ids)).trained_tensors()
+        head = build_head(settings, facts, torch.arange(num_ids))
+    expected = head.trained_tensors()
+    if start.base and head.base and start.base != head.base.fingerprint:
+        return [f"it was trained on frozen tensors of another {head.base.name}"]
     problems = [
         f"tensor {name} is missing" for name in expected if name not in start.tensors and name not in start.optional
     ]

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import GemmaConfig, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
 from headstart.eval.acceptance import count_replies, reply_acceptance
@@ -18,7 +19,9 @@ from headstart.heads.draft import DraftModel, default_layers
 from headstart.heads.draft_base import check_tokens, open_base
 from headstart.heads.errors import WrongInput
 from headstart.heads.settings import DraftSettings
+from headstart.heads.start import saved_start
 from headstart.heads.target import load_target
+from headstart.heads.warm_start import shape_problems
 from headstart.trainer.loop import Job, optimizer_step
 from tests.small_decoding import NO_STOP, make_path, make_prompts
 from tests.small_training import SETTINGS, SmallTarget, make_rows
@@ -145,6 +148,19 @@ def test_frozen_tensors_of_the_model_are_found_again_by_fingerprint(small_model,
     assert checkpoint_identity(tmp_path) != identity
     with pytest.raises(WrongInput, match="now differs in weights"):
         load_head(tmp_path, tiny_target)
+    (problem,) = shape_problems(saved_start(tmp_path), head.settings, tiny_target.facts)
+    assert "frozen tensors of another" in problem
+
+
+def test_an_output_layer_that_the_config_calls_the_embedding_is_not_dropped(tiny_folder, tiny_target, tmp_path):
+    save_random(tmp_path, LlamaConfig(**SMALL, tie_word_embeddings=True), tiny_folder)
+    tensors = load_file(tmp_path / "model.safetensors")
+    embedding_VH = tensors["model.embed_tokens.weight"]
+    save_file(tensors | {"lm_head.weight": embedding_VH.clone()}, tmp_path / "model.safetensors", {"format": "pt"})
+    made_of(tmp_path, tiny_target)
+    save_file(tensors | {"lm_head.weight": embedding_VH.flip(0)}, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(WrongInput, match="tie_word_embeddings = true"):
+        made_of(tmp_path, tiny_target)
 
 
 def with_tokens(folder, small_model, change=lambda parsed: None, renamed=("", "")):

@@ -16,7 +16,7 @@ from headstart.heads.settings import DraftSettings
 from headstart.launch.export_gate import export_head
 from tests.test_builtin_targets import SMALL, save_random
 
-SETTINGS = [{}, {"layers": [0, 1, 3], "train_output": True}, {"lora_rank": 3}]
+SETTINGS = [{}, {"layers": [0, 1, 3], "train_output": True}, {"lora_rank": 3}, {"lora_rank": 3, "train_output": True}]
 MODELS = [
     Qwen2Config(**{**SMALL, "vocab_size": 504}),
     Qwen3Config(**{**SMALL, "vocab_size": 560}, tie_word_embeddings=True),
