@@ -27,7 +27,7 @@ RECIPE = f"""\
 {FIRST_LINE}
 run: {{threads: 1}}
 target: {{model: tiny, dtype: float32}}
-prompts: {{routes: [chat], num_train: 8, num_validation: 2, num_heldout: 8}}
+prompts: {{sources: [mine.jsonl], heldout: held.jsonl, num_train: 8, num_validation: 2, num_heldout: 8}}
 traffic: {{max_new_tokens: 12, slots: 4, chunk: 8}}
 head: {{draft_vocab_size: 128}}
 train: {{num_steps: 6, batch_tokens: 256, depth: 2, eval_every: 3, save_every: 2, log_every: 1, dtype: float32}}
@@ -42,6 +42,18 @@ variants:
 {LAST_LINE}
 """
 NAMES = ["eagle3", "medusa", "jsd"]
+THINGS = (
+    "rivers",
+    "old songs",
+    "a blue atlas",
+    "winter light",
+    "ships",
+    "glass",
+    "copper mines",
+    "bread",
+    "maps",
+    "owls",
+)
 CLOCKED = ("speed", "train_seconds", "eval_seconds")
 
 
@@ -49,8 +61,20 @@ CLOCKED = ("speed", "train_seconds", "eval_seconds")
 def bakeoff(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int]:
     """Folder of the runs of a bake-off whose first head fails its gate, and the exit code."""
     folder = tmp_path_factory.mktemp("bakeoff")
-    (folder / "three.yaml").write_text(RECIPE)
+    write_recipe(folder / "three.yaml", RECIPE)
     return folder / "runs", cli.run(["train", str(folder / "three.yaml"), f"run.root={folder / 'runs'}"])
+
+
+def write_recipe(path: Path, text: str) -> None:
+    """A recipe with its prompts beside it; reading the built-in ones takes longer than all the rest."""
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(text)
+    for name, question in (
+        ("mine", "Write a short note about {}."),
+        ("held", "Which three things should I know of {}?"),
+    ):
+        prompts = [json.dumps({"prompt": question.format(thing)}) for thing in THINGS]
+        (path.parent / f"{name}.jsonl").write_text("\n".join(prompts))
 
 
 def table(runs: Path) -> dict[str, Any]:
@@ -138,8 +162,7 @@ def test_it_is_listed_planned_reported_and_not_taken_for_a_run_of_one_head(
 def test_killed_in_its_second_head_it_ends_with_equal_files(bakeoff: tuple[Path, int], tmp_path: Path) -> None:
     unbroken, _ = bakeoff
     recipe = tmp_path / "recipes" / "smoke.yaml"  # the name that `kill_at` starts
-    recipe.parent.mkdir()
-    recipe.write_text(RECIPE.replace("run: {threads: 1}", "run: {threads: 1, name: three}"))
+    write_recipe(recipe, RECIPE.replace("run: {threads: 1}", "run: {threads: 1, name: three}"))
     runs = tmp_path / "runs"
     metrics = runs / "three-medusa" / "metrics.jsonl"
     kill_at(tmp_path, lambda: max((line["step"] for line in read_metrics(metrics)), default=0) >= 3, delay=0)
