@@ -33,13 +33,13 @@ from headstart.eval.gate import of_checkpoint, read_evals
 from headstart.eval.replies import Reply
 from headstart.eval.timings import balanced
 from headstart.heads.builtin import resolve_model
-from headstart.heads.card import RECORD, RECORD_SCHEMA, write_card
 from headstart.heads.checkpoint import WEIGHTS, head_hash, load_head
 from headstart.heads.errors import GateFailed, WrongInput
-from headstart.heads.export import rounded
+from headstart.heads.export.card import RECORD, RECORD_SCHEMA, write_card
+from headstart.heads.export.readers.eagle3 import DTYPES
+from headstart.heads.export.scheme import rounded
 from headstart.heads.paths import Path as ReplyPath
 from headstart.heads.paths import read_paths
-from headstart.heads.served import DTYPES
 from headstart.heads.settings import TargetSettings
 from headstart.heads.store import hash_json, read_json, write_json
 from headstart.heads.target import Target, load_target

@@ -34,7 +34,7 @@ class Eagle3Layer(Layer):
 
 
 class Eagle3(LayerHead):
-    """The head. Parameter names are the names engines load (`heads/export.py` writes them as they are)."""
+    """The head. Parameter names are the names engines load (`heads/export/` writes them as they are)."""
 
     kind = "eagle3"
     reads = "taps"

@@ -9,18 +9,18 @@ from safetensors import safe_open
 from headstart.eval.gate import failures, of_checkpoint, read_evals, require_gate, unmeasured
 from headstart.eval.settings import EvalSettings, ExportSettings
 from headstart.heads.builtin import resolve_model
-from headstart.heads.card import RECORD, RECORD_SCHEMA, write_card
 from headstart.heads.checkpoint import DESCRIPTION, checkpoint_identity, load_head
 from headstart.heads.draft import DraftModel
 from headstart.heads.eagle3 import Eagle3
 from headstart.heads.errors import WrongInput
-from headstart.heads.export import ENGINES, WRITERS, export_dtype, refuse_unservable, write_eagle3
-from headstart.heads.export_draft import write_draft
-from headstart.heads.export_mimo import mimo_layer, write_mimo
-from headstart.heads.export_mtp import published_tensors, write_merged
+from headstart.heads.export.card import RECORD, RECORD_SCHEMA, write_card
+from headstart.heads.export.draft import write_draft
+from headstart.heads.export.mimo import mimo_layer, write_mimo
+from headstart.heads.export.mtp import published_tensors, write_merged
+from headstart.heads.export.readers.eagle3 import read_eagle3
+from headstart.heads.export.scheme import ENGINES, WRITERS, export_dtype, refuse_unservable, write_eagle3
 from headstart.heads.mtp import MTP
 from headstart.heads.mtp_shipped import MTPShipped
-from headstart.heads.served import read_eagle3
 from headstart.heads.shipped import tensor_files
 from headstart.heads.store import MANIFEST, MANIFEST_SCHEMA, hash_file, read_json, versions, write_json
 from headstart.heads.target import Target

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import IO, Any
 
 from headstart import __version__
-from headstart.heads.card import RECORD, RECORD_SCHEMA
 from headstart.heads.errors import GateFailed, TrainingFailed, WrongInput
+from headstart.heads.export.card import RECORD, RECORD_SCHEMA
 from headstart.heads.store import atomic_path, hash_json, read_json, versions, write_json
 from headstart.launch.schema import nearest
 

@@ -25,7 +25,7 @@ from headstart.heads.batch import pack
 from headstart.heads.builtin import resolve_model
 from headstart.heads.eagle3 import Eagle3
 from headstart.heads.errors import WrongInput
-from headstart.heads.export import write_eagle3
+from headstart.heads.export.scheme import write_eagle3
 from headstart.heads.paths import Path, Prompt
 from headstart.heads.settings import Eagle3Settings, TargetSettings
 from headstart.heads.target import load_target

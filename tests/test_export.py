@@ -9,11 +9,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from headstart.heads.card import RECORD, RECORD_SCHEMA
 from headstart.heads.eagle3 import Eagle3
 from headstart.heads.errors import WrongInput
-from headstart.heads.export import chain_difference, check_folder_name, eagle3_config, rounded, write_eagle3
-from headstart.heads.served import KEYS, OPTIONAL_KEYS, read_eagle3
+from headstart.heads.export.card import RECORD, RECORD_SCHEMA
+from headstart.heads.export.readers.eagle3 import KEYS, OPTIONAL_KEYS, read_eagle3
+from headstart.heads.export.scheme import chain_difference, check_folder_name, eagle3_config, rounded, write_eagle3
 from headstart.heads.settings import Eagle3Settings
 from headstart.heads.store import write_json
 from headstart.heads.vocabulary import choose_draft_vocabulary

@@ -11,7 +11,7 @@ from headstart.eval.settings import EvalSettings, ExportSettings
 from headstart.heads.checkpoint import save_head
 from headstart.heads.draft import DraftModel
 from headstart.heads.errors import WrongInput
-from headstart.heads.export_draft import TOLERANCE, logit_difference, write_draft, written_head
+from headstart.heads.export.draft import TOLERANCE, logit_difference, write_draft, written_head
 from headstart.heads.settings import DraftSettings
 from headstart.launch.export_gate import export_head
 from tests.test_builtin_targets import SMALL, save_random

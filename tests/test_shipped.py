@@ -12,12 +12,12 @@ from transformers.modeling_layers import MtpLayer
 from headstart.eval.settings import EvalSettings, ExportSettings
 from headstart.heads.batch import pack
 from headstart.heads.builtin import resolve_model
-from headstart.heads.card import RECORD
 from headstart.heads.checkpoint import build_head, save_head
 from headstart.heads.errors import WrongInput
-from headstart.heads.export import unservable
-from headstart.heads.export_mimo import check_mimo, write_mimo
-from headstart.heads.export_mtp import check_merged, published_tensors, write_merged
+from headstart.heads.export.card import RECORD
+from headstart.heads.export.mimo import check_mimo, write_mimo
+from headstart.heads.export.mtp import check_merged, published_tensors, write_merged
+from headstart.heads.export.scheme import unservable
 from headstart.heads.mtp import MTP
 from headstart.heads.settings import MTPSettings, TargetSettings
 from headstart.heads.target import load_target

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from headstart.heads.batch import pack
 from headstart.heads.checkpoint import save_head
 from headstart.heads.errors import WrongInput
-from headstart.heads.export import write_eagle3
+from headstart.heads.export.scheme import write_eagle3
 from headstart.heads.published import read_start
 from headstart.heads.warm_start import start_problems, take_over
 from headstart.launch.check import check_recipe

@@ -13,10 +13,10 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
-from headstart.heads.card import CARD
 from headstart.heads.checkpoint import write_tensors
 from headstart.heads.errors import WrongInput
-from headstart.heads.export import check_folder_name, fresh_folder, refuse_unservable
+from headstart.heads.export.card import CARD
+from headstart.heads.export.scheme import check_folder_name, fresh_folder, refuse_unservable
 from headstart.heads.mtp_shipped import MTPShipped
 from headstart.heads.shipped import pieces, tensor_files
 

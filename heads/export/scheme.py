@@ -1,7 +1,8 @@
 """Write a trained head as the folder a serving engine loads, and prove it before the folder gets its name.
 
-The config is built from the fields below and nothing else. After writing, `heads/served.py` loads the folder by the
-engine's own rules and must reproduce the head's logits over several drafted blocks; only then does it get its name.
+The config is built from the fields below and nothing else. After writing, a reader (`heads/export/readers/`) loads the
+folder by the engine's own rules and must reproduce the head's logits over several drafted blocks; only then does it get
+its name.
 """
 
 import os
@@ -14,13 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headstart.heads.card import METHODS, RECORD, RECORD_SCHEMA
 from headstart.heads.checkpoint import write_tensors
 from headstart.heads.contract import Head
 from headstart.heads.eagle3 import Eagle3
 from headstart.heads.errors import WrongInput
+from headstart.heads.export.card import METHODS, RECORD, RECORD_SCHEMA
+from headstart.heads.export.readers.eagle3 import DTYPES, ServedEagle3, read_eagle3
 from headstart.heads.facts import TargetFacts
-from headstart.heads.served import DTYPES, ServedEagle3, read_eagle3
 from headstart.heads.settings import DraftSettings, Eagle3Settings, HeadSettings, MTPSettings
 from headstart.heads.shipped import unlike_mimo
 from headstart.heads.store import read_json, write_json

@@ -18,11 +18,11 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
-from headstart.heads.card import CARD
 from headstart.heads.checkpoint import write_tensors
 from headstart.heads.errors import WrongInput
-from headstart.heads.export import TOLERANCE, check_folder_name, fresh_folder, refuse_unservable, rounded
-from headstart.heads.export_mtp import TARGET_CARD
+from headstart.heads.export.card import CARD
+from headstart.heads.export.mtp import TARGET_CARD
+from headstart.heads.export.scheme import TOLERANCE, check_folder_name, fresh_folder, refuse_unservable, rounded
 from headstart.heads.facts import TargetFacts
 from headstart.heads.model_files import read_config
 from headstart.heads.mtp import MTP
