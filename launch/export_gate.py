@@ -15,7 +15,7 @@ from headstart.heads.eagle3 import Eagle3
 from headstart.heads.errors import WrongInput
 from headstart.heads.export.card import RECORD, RECORD_SCHEMA, write_card
 from headstart.heads.export.draft import write_draft
-from headstart.heads.export.mimo import mimo_layer, write_mimo
+from headstart.heads.export.mimo import trained_layer, write_mimo
 from headstart.heads.export.mtp import published_tensors, write_merged
 from headstart.heads.export.readers.eagle3 import read_eagle3
 from headstart.heads.export.scheme import ENGINES, WRITERS, export_dtype, refuse_unservable, write_eagle3
@@ -123,7 +123,7 @@ def head_contents(written: Path, head: Eagle3 | DraftModel) -> dict[str, Any]:
 
 def merged_contents(written: Path, head: MTPShipped | MTP) -> dict[str, Any]:
     """The same of a folder that is target and head: of the MTP layer's tensors, and the files that hold them."""
-    layer = published_tensors(head) if isinstance(head, MTPShipped) else mimo_layer(head)
+    layer = published_tensors(head) if isinstance(head, MTPShipped) else trained_layer(head)
     places = tensor_files(written)
     files = sorted({places[path].name for path in layer})
     return {

@@ -236,7 +236,7 @@ def _merged(record: dict[str, Any]) -> str:
         [
             "## What is in the folder",
             "",
-            f"- {before}; its own card is TARGET_README.md",
+            f"- {before}; a card of its own is TARGET_README.md",
             f"- trained ({trained / 1e6:.1f} M parameters, in the target's precisions): {', '.join(names)}",
             "- alignment: slot t reads the target's final state of token t and the embedding of token t + 1, and predicts "
             "t + 2; the next slot reads the layer's own normed state",

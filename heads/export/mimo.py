@@ -47,7 +47,8 @@ def write_mimo(head: MTP, source: Path, out: Path, engine: str, describe: Callab
     refuse_unservable(head, engine)
     check_folder_name(out, head.kind)
     with fresh_folder(out) as folder:
-        dtype = write_weights(folder, source, mimo_layer(head))
+        layer = trained_layer(head)
+        dtype = write_weights(folder, source, layer | missing_biases(layer, layer))
         write_json(folder / "config.json", mimo_config(head.facts, source, str(dtype).removeprefix("torch.")))
         for path in sorted(source.iterdir()):
             if path.is_file() and path.suffix != ".safetensors" and path.name not in (INDEX, "config.json"):
@@ -118,8 +119,8 @@ def mimo_config(facts: TargetFacts, source: Path, dtype: str) -> dict[str, Any]:
     }
 
 
-def mimo_layer(head: MTP) -> dict[str, Tensor]:
-    """The head's layer by published names. MiMo's projection reads the state first, and its attention has biases."""
+def trained_layer(head: MTP) -> dict[str, Tensor]:
+    """The head's tensors by published names; MiMo's projection reads the state first."""
     base, found = MIMO.base(head.facts.num_layers), {}
     for name, tensor in head.layer.named_parameters():
         module, _, leaf = name.partition(".")
@@ -128,7 +129,7 @@ def mimo_layer(head: MTP) -> dict[str, Tensor]:
             value = torch.cat(value.chunk(2, dim=1)[::-1], dim=1)
         path = f"{MIMO.ends[ENDS.index(module)]}.{leaf}" if module in ENDS else name
         found[base + path] = value.contiguous()
-    return found | missing_biases(found, found)
+    return found
 
 
 def missing_biases(tensors: dict[str, Tensor], there: Any) -> dict[str, Tensor]:
