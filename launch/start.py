@@ -8,7 +8,7 @@ from headstart.heads.description import DESCRIPTION
 from headstart.heads.errors import WrongInput
 from headstart.heads.rules import RecipePath
 from headstart.heads.settings import HEADS
-from headstart.launch.run import find_run
+from headstart.launch.run import RunFolder, find_run
 from headstart.launch.schema import Found, Problem
 
 if TYPE_CHECKING:
@@ -28,10 +28,19 @@ def find_start(text: str, root: Path) -> "Start | None":
 
     folder = Path(text).expanduser()
     if not (folder / DESCRIPTION).is_file() and not holds_weights(folder):
-        run, named = find_run(text, root)
+        run, named = named_run(text, root)
         pointer = run.checkpoints / (named or "best")
         folder = run.checkpoints / pointer.read_text().strip() if pointer.is_file() else pointer
     return read_start(folder.resolve())
+
+
+def named_run(text: str, root: Path) -> tuple[RunFolder, str | None]:
+    """As `find_run`; its message also says what else may be named."""
+    try:
+        return find_run(text, root)
+    except WrongInput as error:
+        text = "A published head is named by its folder, with its weights as *.safetensors; download hub ids first."
+        raise WrongInput(f"{error}\n{text}") from None
 
 
 def with_start(recipe: Found, base: Path, problems: list[Problem]) -> Found:

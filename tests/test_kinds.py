@@ -18,10 +18,19 @@ from headstart.trainer.data import TrainingRows
 from headstart.trainer.loop import Job, optimizer_step
 from headstart.trainer.settings import LossSettings, TrainSettings
 from tests.kinds import FORMS, make_settings
-from tests.small_decoding import NO_STOP, fitted_head, make_path, make_prompts
-from tests.small_training import SETTINGS, SmallTarget, make_head, make_paths, run
+from tests.small_decoding import NO_STOP, fitted_head, make_path, make_prompts, untrained_head
+from tests.small_training import SETTINGS, RandomFeatures, SmallTarget, make_head, make_paths, run
 
 every_kind = pytest.mark.parametrize("kind", FORMS)
+
+
+def steps_until(job, most_steps, enough):
+    """Train until the loss a pair falls below what `enough` makes of the first step's; the losses of all steps."""
+    losses: list[float] = []
+    while len(losses) < most_steps and (not losses or losses[-1] > enough(losses[0])):
+        sums = optimizer_step(job, len(losses) + 1).sums
+        losses.append(float((sums.loss_D / sums.pairs_D).mean()))
+    return losses
 
 
 def fit_eight_paths(kind, most_steps, enough):
@@ -33,11 +42,7 @@ def fit_eight_paths(kind, most_steps, enough):
     paths, features = make_paths([(3, 9)] * 8)
     head = make_head(kind=kind, whole_vocabulary=True)
     job = Job.open(head, SmallTarget().output, TrainingRows(paths, features, settings.batch_tokens, 0), settings)
-    losses: list[float] = []
-    while len(losses) < most_steps and (not losses or losses[-1] > enough * losses[0]):
-        sums = optimizer_step(job, len(losses) + 1).sums
-        losses.append(float((sums.loss_D / sums.pairs_D).mean()))
-    return job, losses
+    return job, steps_until(job, most_steps, lambda first: enough * first)
 
 
 @every_kind
@@ -71,12 +76,21 @@ def test_every_kind_resumes_as_if_never_stopped(kind, tmp_path):
 
 @every_kind
 def test_replies_that_were_learned_are_drafted_live(kind, target):
-    """From first weights out of the target, through the serving path, at every trained depth."""
+    """From first weights out of the target, by the trainer's own steps, through the serving path, at every trained depth."""
     prompts = make_prompts(target, [7, 9, 5, 12, 8, 6, 10, 11])
     names = [f"p{i}" for i in range(len(prompts))]
     plain = decode(target, prompts, None, 0, 16, NO_STOP)
     paths = [make_path(p, r.token_ids, name) for p, r, name in zip(prompts, plain, names, strict=True)]
-    head = fitted_head(target, paths, steps=200, kind=kind, every=1, enough=0.02)
+    features = RandomFeatures()
+    for path, read in zip(paths, target.read([path.token_N for path in paths]), strict=True):
+        features.states[path.prompt_id] = read.taps.clone(), read.final.clone()
+    settings = TrainSettings(
+        num_steps=200, batch_tokens=512, learning_rate=3e-3, warmup_steps=1, final_learning_rate=1.0, dtype="float32",
+        depth=3, loss=LossSettings(kind="ce", depth_decay=1.0),
+    )  # fmt: skip
+    head = untrained_head(target, kind=kind, every=1)
+    rows = TrainingRows(paths, features, settings.batch_tokens, 0)
+    steps_until(Job.open(head, target.output_weight(), rows, settings), 200, lambda first: 0.02)
     live = decode(target, prompts, HeadDrafter(head.pack()), 3, 16, NO_STOP, batch=8)
     counts = live_counts(live, names, ["chat"] * 8, 3)
     accepted_K, judged_K = sum(c.accepted_K for c in counts), sum(c.judged_K for c in counts)
