@@ -59,9 +59,9 @@ def write_recipe(folder: Path, text: str, model: str = "tiny") -> Path:
     return path
 
 
-def started(folder, target, tmp_path, head="", **sections):
+def started(folder, target, tmp_path, head="", more=""):
     """The head that a recipe which only names `folder` begins with."""
-    path = write_recipe(tmp_path, f"head: {{init_from: {folder}{head}}}", target.facts.name)
+    path = write_recipe(tmp_path, f"head: {{init_from: {folder}{head}}}\n{more}", target.facts.name)
     recipe = load_recipe(path)
     start = check_recipe(recipe, path, [], render=False).start
     return new_head(recipe, target, [], start).eval()
@@ -119,6 +119,26 @@ def test_an_exported_eagle3_folder_is_read_as_a_published_one(layout, ids, flags
     assert_same_logits(again, head, batch, 1e-6)
 
 
+@pytest.mark.parametrize("prefix", ["", "model."])
+def test_a_published_head_over_the_whole_table_gives_the_rows_that_can_be_drafted(prefix, tiny_target, batch, tmp_path):
+    """No map; without an output layer it is the target's that counts. Some tools write `model.` before the names."""
+    whole = trained("eagle3", tiny_target, torch.arange(512))
+    folder = write_eagle3(whole, tmp_path / "vllm", "vllm")
+    found = {
+        name if name == "lm_head.weight" else prefix + name: tensor
+        for name, tensor in load_file(folder / "model.safetensors").items()
+    }
+    assert not {"d2t", "t2d"} & found.keys()
+    rollout = whole.rollout(batch, 3)
+    for rows_VH in (whole.lm_head.weight, tiny_target.output_weight()):
+        save_file(found, folder / "model.safetensors")
+        head = started(folder, tiny_target, tmp_path)
+        assert torch.equal(head.draft_ids_V, torch.arange(500))
+        expected = rollout.state_SDH[0] @ rows_VH[:500].T
+        torch.testing.assert_close(rollout_logits(head, head.rollout(batch, 3))[0], expected, rtol=1e-5, atol=1e-4)
+        found.pop("lm_head.weight", None)
+
+
 def test_an_eagle_folder_brings_no_vocabulary(tiny_target, batch, tmp_path):
     head = trained("eagle1", tiny_target, torch.arange(500))
     tensors = {name: tensor.detach().clone() for name, tensor in head.trained_tensors().items()}
@@ -168,7 +188,7 @@ def test_published_medusa_heads(form, tiny_target, batch, tmp_path):
         tensors[f"{output}.weight"] = outputs[i]
     # Published configs have been seen to name fewer heads than the file holds.
     write_published(tmp_path / "heads", tensors, {"medusa_num_heads": 2, "medusa_num_layers": 1})
-    head = started(tmp_path / "heads", tiny_target, tmp_path, "}\ntrain: {depth: 3")
+    head = started(tmp_path / "heads", tiny_target, tmp_path, more="train: {depth: 3}")
     assert (head.settings.num_heads, head.settings.num_layers, head.settings.own_output) == (3, 2, form != "shared")
     rollout = head.rollout(batch, 3)
     x = batch.final_TH[rollout.start_S[0]]
