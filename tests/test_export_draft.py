@@ -17,10 +17,15 @@ from headstart.launch.export_gate import export_head
 from tests.test_builtin_targets import SMALL, save_random
 
 SETTINGS = [{}, {"layers": [0, 1, 3], "train_output": True}, {"lora_rank": 3}, {"lora_rank": 3, "train_output": True}]
+LLAMA3 = {
+    "rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}  # fmt: skip
 MODELS = [
     Qwen2Config(**{**SMALL, "vocab_size": 504}),
     Qwen3Config(**{**SMALL, "vocab_size": 560}, tie_word_embeddings=True),
-    LlamaConfig(**SMALL, attention_bias=True, mlp_bias=True),
+    LlamaConfig(**SMALL, attention_bias=True, mlp_bias=True, rope_parameters=LLAMA3),
+    LlamaConfig(**SMALL, rope_parameters={"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}),
 ]
 
 
