@@ -18,7 +18,7 @@ c               cost of one drafted token / cost of one plain step of the target
 training        optimiser steps and validations
 speedup         over plain decoding by the same code, measured at the draft length that was fastest, for the fewest requests
                 together that were timed; predicted: accept_len of the timed replies / measured cost of a step with drafts
-engines         those that a folder can be written for"""
+engines         those that a folder of this head, with its settings, can be written for"""
 
 
 def bakeoff_table(content: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
@@ -30,7 +30,7 @@ def bakeoff_table(content: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
     for row in content["rows"]:
         against_best = "best" if row["variant"] == content["best"] else verdict_text(row["against_best"])
         figures = [against_best, verdict_text(row["against_ngram"])]
-        engines = ", ".join(row["engines"]) or "none yet"
+        engines = ", ".join(row["engines"]) or "none"
         size = "-" if row["num_parameters"] is None else f"{row['num_parameters'] / 1e6:.1f} M"
         lines.append(line_of(row["variant"], row, depth, figures, [size, time_text(row["train_seconds"])], engines))
     if content["ngram"] is not None:

@@ -205,6 +205,7 @@ BAKEOFF = {
         ("prompts", "traffic", "features", "shared", "heads", "one_pass", "apart", "share"), NUMBER_OR_NULL
     ),
 }
+REHEARSAL = {"schema": ("headstart.rehearsal/1",), "num_steps": int, "variants": dict}
 DIVERGENCE = {
     "prompt_id": str,
     "position": int,

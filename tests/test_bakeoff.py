@@ -17,9 +17,9 @@ from headstart.launch import cli
 from headstart.launch.recipe import FIRST_LINE, LAST_LINE
 from headstart.launch.rehearsal import rehearse, with_rehearsed_steps
 from headstart.launch.run import RunFolder
-from headstart.launch.variants import load
+from headstart.launch.variants import dump, load
 from headstart.trainer.metrics import read_metrics
-from tests.schema_rules import bakeoff_violations, run_violations
+from tests.schema_rules import REHEARSAL, bakeoff_violations, run_violations, violations
 from tests.test_compare import NUM, make_run, make_steps
 from tests.test_end_to_end import kill_at
 
@@ -207,6 +207,10 @@ def test_equal_time_gives_each_head_the_steps_that_fit_and_keeps_them(
     capsys.readouterr()
     assert rehearse(loaded, run).variants == rehearsed == with_rehearsed_steps(loaded, run).variants
     assert "rehearsal of" not in capsys.readouterr().out
+    resolved = tmp_path / "recipe.yaml"
+    resolved.write_text(dump(with_rehearsed_steps(loaded, run), "resolved"))
+    assert load(resolved) == loaded
+    assert violations(read_json(run.folder / "rehearsal.json"), REHEARSAL) == []
     assert {name: own.train.num_steps for name, own in loaded.variants.items()} == dict.fromkeys(NAMES, 6)
     other = load(recipe, [*overrides, "train.num_steps=7"])
     assert with_rehearsed_steps(other, run) == other
