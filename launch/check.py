@@ -88,8 +88,9 @@ def check_loaded(
         if prompts is not None and render and target.tokenizer.chat_template:
             lengths = attempt(found, "prompts.sources", lambda: prompt_lengths(target, prompts.prompts)) or {}
             found += length_problems(recipe, prompts.prompts, lengths)
-        if here and not found and not (needs := measure_needs(loaded, target)).fits:
-            found.append(("target.model", needs.refusal()))
+        if here and not found:
+            needs = attempt(found, "target.model", lambda: measure_needs(loaded, target))
+            found += [] if needs is None or needs.fits else [("target.model", needs.refusal())]
     if found or target is None or prompts is None:
         raise WrongInput(describe(path, [Problem(place_of(path, overrides, key), key, text) for key, text in found]))
     return Checked(target, prompts, lengths, starts)

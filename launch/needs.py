@@ -57,7 +57,7 @@ def measure_needs(loaded: Loaded, target: TargetLoader) -> Needs:
     value_bytes = max(DTYPES[name].itemsize for name in precisions)
     return Needs(
         num_parameters=num_parameters,
-        target={name: num_parameters * DTYPES[name].itemsize for name in precisions},
+        target={name: target.weight_bytes(name, num_parameters) for name in precisions},
         cache=recipe.traffic.slots * longest * 2 * facts.num_layers * facts.num_kv_heads * facts.head_dim * value_bytes,
         num_trained=num_trained,
         head=num_trained * HEAD_BYTES,

@@ -100,3 +100,14 @@ def test_a_machine_that_is_large_enough_is_told_by_its_memory(arguments):
     assert replace(needs, memory=80 * 10**9).fits
     assert not replace(needs, memory=needs.total - 1).fits
     assert replace(needs, memory=None).fits
+
+
+@pytest.mark.parametrize("arguments", ["qwen3-8b"], indirect=True)
+def test_quantised_weights_take_what_their_files_take(arguments):
+    recipe = load(REAL["qwen3-8b"], arguments[1:])
+    folder = Path(recipe.shared.target.model)
+    config = json.loads((folder / "config.json").read_text())
+    write_json(folder / "config.json", {**config, "quantization_config": {"quant_method": "fp8"}})
+    (folder / "model.safetensors").write_bytes(b"0" * 1000)
+    needs = measure_needs(recipe, TargetLoader(recipe.shared.target))
+    assert set(needs.target.values()) == {1000}
