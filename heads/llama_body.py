@@ -15,11 +15,13 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from headstart.heads.cache import PositionCache
-from headstart.heads.packed import MIN_ROWS, FrozenLinear
+from headstart.heads.packed import FrozenLinear, min_rows
 
 LAYER_CLASSES = ("LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer")
 # Passes of more tokens a row use the fused function, which needs no [T, T] scores in memory.
 LONGEST_PRODUCTS = 1024
+# Query rows of one key head that are scored together at least: fewer are added up in another order.
+MIN_QUERIES = 4
 
 
 class LlamaBody:
@@ -36,7 +38,8 @@ class LlamaBody:
         self._norm = body.norm
         self._layers = [Layer(layer) for layer in body.layers]
         on_cpu = self._embedding.device.type == "cpu"
-        self.min_rows = MIN_ROWS if on_cpu else 1
+        self.min_rows = min_rows(self._embedding.device)
+        self.min_queries = MIN_QUERIES if on_cpu else 1
         self.longest_products = LONGEST_PRODUCTS if on_cpu else 0
 
     def __call__(
@@ -106,7 +109,7 @@ class Attention:
         self.sin_BT1D = torch.cat((-sin_BTD[..., :half], sin_BTD[..., half:]), dim=-1).unsqueeze(2)
         self.fresh = cache is None or cache.fresh
         self.products = position_BT.shape[1] <= body.longest_products
-        self.pad = max(body.min_rows - self.group * position_BT.shape[1], 0) if self.products else 0
+        self.pad = max(body.min_queries - self.group * position_BT.shape[1], 0) if self.products else 0
         if self.products or not self.fresh:
             if cache is None or self.fresh:
                 bias_BTL = causal_bias(position_BT.shape[1], dtype, position_BT.device)
@@ -154,9 +157,9 @@ class Attention:
     def _products(self, query_BGQD: Tensor, key_BGLD: Tensor, value_BGLD: Tensor) -> Tensor:
         """Attention as two batched products.
 
-        On the CPU a step is about twice as fast as with the fused function in bfloat16, and from `MIN_ROWS` query rows
-        on a row's result does not depend on their number: reading a prompt, a draft or a single token gives the same
-        states bit by bit.
+        On the CPU a step is about twice as fast as with the fused function in bfloat16, and from `MIN_QUERIES` rows on
+        a row's result does not depend on their number: reading a prompt, a draft or a single token gives the same states
+        bit by bit.
         """
         if self.pad:
             query_BGQD = functional.pad(query_BGQD, (0, 0, 0, self.pad))

@@ -21,7 +21,7 @@ from headstart.heads.errors import WrongInput
 from headstart.heads.facts import TargetFacts, default_taps
 from headstart.heads.llama_body import LlamaBody, is_llama_like
 from headstart.heads.model_files import read_config, read_model
-from headstart.heads.packed import MIN_ROWS, FrozenLinear
+from headstart.heads.packed import FrozenLinear, min_rows
 from headstart.heads.paths import Prompt
 from headstart.heads.precision import DTYPES, choose_precision
 from headstart.heads.settings import TargetSettings
@@ -56,7 +56,7 @@ class Target:
         self._body = model.base_model
         self._layers = decoder_layers(self._body, facts.num_layers)
         self._output = FrozenLinear(self.output_weight(), getattr(model.get_output_embeddings(), "bias", None))
-        self._min_rows = MIN_ROWS if self.device.type == "cpu" else 1
+        self._min_rows = min_rows(self.device)
         self._direct = LlamaBody(self._body, taps) if direct and is_llama_like(self._body) else None
         self._tap_states: dict[int, Tensor] = {}
         if self._direct is None:

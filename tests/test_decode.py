@@ -136,7 +136,7 @@ def test_sampled_draft_is_kept_with_min_of_one_and_q_over_p(tiny_target, heads, 
         ]
     batch = pack([(path, s.taps, s.final) for path, s in zip(paths, states, strict=True)])
     (found,) = acceptance_probabilities(heads[kind], batch, 3, (1.0,))
-    accept_SD, start_S, valid_SD, _ = found
+    accept_SD, start_S, valid_SD = found.accept_SD, found.start_S, found.valid_SD
     if kind == "copying":  # q = p
         assert accept_SD[valid_SD].numpy() == pytest.approx(1.0, abs=1e-5)
         return

@@ -94,7 +94,7 @@ def test_fused_attention_and_plain_products_agree(tiny_target):
     target = load_target(TargetSettings(model="tiny", dtype="float32", device="cpu"))
     body = target._direct
     assert body is not None
-    body.longest_products, body.min_rows = 0, 1
+    body.longest_products, body.min_rows, body.min_queries = 0, 1, 1
     cache = target.new_cache(1, 80)
     start = torch.zeros(1, dtype=torch.int64)
     tokens = torch.from_numpy(path[None])
