@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError
 
 from headstart.heads.errors import WrongInput
@@ -28,6 +29,30 @@ def read_config(folder: Path) -> Any:
     if (family := SAME_AS.get(values.get("model_type", ""))) is None:
         return AutoConfig.from_pretrained(folder, trust_remote_code=False)
     return AutoConfig.for_model(family, **{k: v for k, v in values.items() if k not in ("model_type", "auto_map")})
+
+
+def count_parameters(folder: Path) -> int:
+    """Parameters of the causal language model in a folder, told by its config.
+
+    Raises:
+        WrongInput: transformers knows no such model for that config.
+    """
+    from transformers import AutoModelForCausalLM
+
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(read_config(folder), trust_remote_code=False)
+    except ValueError as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise WrongInput(f"target.model: {folder} holds no causal language model: {reason}") from None
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def weight_bytes(folder: Path, num_parameters: int, dtype: torch.dtype) -> int:
+    """Bytes of the weights loaded in `dtype`; quantised ones stay as they are in their files."""
+    if getattr(read_config(folder), "quantization_config", None) is None:
+        return num_parameters * dtype.itemsize
+    return sum(path.stat().st_size for path in folder.glob("*.safetensors"))
 
 
 def read_model(name: str, folder: Path, **options: Any) -> Any:

@@ -311,24 +311,6 @@ class TargetLoader:
     def has_weights(self) -> bool:
         return bool(self.facts.fingerprint["weights"])
 
-    def num_parameters(self) -> int:
-        """Parameters of the target, told by its config. Raises WrongInput: transformers knows no causal model for it."""
-        from transformers import AutoModelForCausalLM
-
-        try:
-            with torch.device("meta"):
-                model = AutoModelForCausalLM.from_config(read_config(self.folder), trust_remote_code=False)
-        except ValueError as error:
-            reason = str(error).strip().partition("\n")[0]
-            raise WrongInput(f"target.model: {self.folder} holds no causal language model: {reason}") from None
-        return sum(parameter.numel() for parameter in model.parameters())
-
-    def weight_bytes(self, dtype: str, num_parameters: int) -> int:
-        """Bytes of the weights loaded in `dtype`; quantised ones stay as they are in their files."""
-        if getattr(read_config(self.folder), "quantization_config", None) is None:
-            return num_parameters * DTYPES[dtype].itemsize
-        return sum(path.stat().st_size for path in self.folder.glob("*.safetensors"))
-
     @cached_property
     def dtype(self) -> str:
         """Name of the precision that the settings ask for, `auto` resolved for their device."""

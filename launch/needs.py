@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 
 from headstart.heads.checkpoint import build_head
+from headstart.heads.model_files import count_parameters, weight_bytes
 from headstart.heads.precision import DTYPES
 from headstart.heads.settings import HeadSettings
 from headstart.heads.target import TargetLoader, choose_device
@@ -50,14 +51,14 @@ class Needs:
 def measure_needs(loaded: Loaded, target: TargetLoader) -> Needs:
     """Needs of a recipe, from the configs alone."""
     recipe, facts = loaded.shared, target.facts
-    device, num_parameters = choose_device(recipe.target.device), target.num_parameters()
+    device, num_parameters = choose_device(recipe.target.device), count_parameters(target.folder)
     num_trained = max(trained_parameters(own.head, target) for own in loaded.recipes.values())
     longest = recipe.traffic.max_prompt_tokens + recipe.traffic.max_new_tokens
     precisions = {target.dtype, recipe.traffic.eval_dtype}
     value_bytes = max(DTYPES[name].itemsize for name in precisions)
     return Needs(
         num_parameters=num_parameters,
-        target={name: target.weight_bytes(name, num_parameters) for name in precisions},
+        target={name: weight_bytes(target.folder, num_parameters, DTYPES[name]) for name in precisions},
         cache=recipe.traffic.slots * longest * 2 * facts.num_layers * facts.num_kv_heads * facts.head_dim * value_bytes,
         num_trained=num_trained,
         head=num_trained * HEAD_BYTES,
