@@ -25,18 +25,25 @@ class FeatureReader:
 
     Args:
         taps: those that are read, ascending; default: all that the stage holds.
+        traffic: key of the replies that the states have to be of; default: any. Replies of another stage have the same
+            prompt ids, and where they ran to their limit the same lengths.
 
     Raises:
-        WrongInput: no finished stage, or one without these taps.
+        WrongInput: no finished stage, one without these taps, or one of other replies.
     """
 
-    def __init__(self, folder: Path, taps: Sequence[int] | None = None) -> None:
+    def __init__(self, folder: Path, taps: Sequence[int] | None = None, traffic: str = "") -> None:
         self.folder = folder
         self._columns: list[slice] = []
         self._taps: list[Tensor] = []
         self._final: list[Tensor] = []
         self._place: dict[str, tuple[int, int, int]] = {}
         stage = finished_stage(folder)
+        if traffic and (found := stage.manifest["inputs"]["parents"]["traffic"]) != traffic:
+            raise WrongInput(
+                f"{folder}: found states of the replies {found[:12]}, expected those of {traffic[:12]}.\n"
+                "Run the recipe again, which links the right ones, or delete that link: the target then reads the replies."
+            )
         stored: list[int] = stage.manifest["inputs"]["settings"]["taps"]
         self.taps = stored if taps is None else list(taps)
         for shard, name in enumerate(sorted(stage.outputs)):

@@ -175,7 +175,7 @@ def head_and_rows(
 def open_job(recipe: Recipe, run: RunFolder) -> Job:
     """The training of a recipe from its first step, on the traffic and features that a run has; nothing is written."""
     targets = target_loader(recipe)
-    reader = FeatureReader(run.folder / "features", targets.taps)
+    reader = stored_features(run, targets)
     head, rows = head_and_rows(recipe, run, target := targets(), run.folder / "traffic", reader)
     return Job.open(head, target.output_weight(), rows, recipe.train, recipe.eval.draft_length)
 
@@ -243,8 +243,7 @@ def measure_head(
     others: Sequence[Sequence[ReplyPath]] = (),
 ) -> dict[str, Any]:
     """The eval stage on the held-out replies, which nothing before has read."""
-    features = run.folder / "features"  # a moved run may be without
-    stored = FeatureReader(features, targets.taps) if (features / MANIFEST).exists() else None
+    here = (run.folder / "features" / MANIFEST).exists()  # a moved run may be without
     return evaluate(
         targets,
         checkpoint_folder(run.folder, checkpoint),
@@ -252,7 +251,7 @@ def measure_head(
         recipe.eval,
         run.eval,
         parts=parts,
-        features=stored,
+        features=stored_features(run, targets) if here else None,
         vocabularies=smaller_vocabularies(recipe, run, targets.facts),
         previous=previous_folder(recipe.eval.previous, run.root, targets.facts),
         routes=sorted({prompt.route for prompt in read_prompts(run.folder / "prompts")}),
@@ -260,6 +259,12 @@ def measure_head(
         others=others,
         seed=recipe.run.seed,
     )
+
+
+def stored_features(run: RunFolder, targets: TargetLoader) -> FeatureReader:
+    """The target's states on a run's replies. Raises WrongInput: there are none, or those of other replies."""
+    traffic = read_json(run.folder / "traffic" / MANIFEST, MANIFEST_SCHEMA)["key"]
+    return FeatureReader(run.folder / "features", targets.taps, traffic)
 
 
 def smaller_vocabularies(recipe: Recipe, run: RunFolder, facts: TargetFacts) -> list[np.ndarray]:

@@ -9,9 +9,12 @@ import torch
 from headstart.eval.heldout import head_acceptance, measure_setting
 from headstart.eval.settings import EvalSettings
 from headstart.eval.subject import Subject, read_batches
+from headstart.heads.errors import WrongInput
 from headstart.heads.features import FeatureReader
 from headstart.heads.paths import read_paths
 from headstart.heads.target import TargetLoader
+from headstart.launch.run import RunFolder
+from headstart.launch.stages import stored_features
 from headstart.trainer.heldout_traffic import at_temperature, make_heldout_traffic
 from headstart.trainer.traffic import make_traffic
 from tests.small_decoding import untrained_head
@@ -86,3 +89,17 @@ def test_replies_of_another_setting_have_no_stored_states(stages, subject):
     assert any(path.token_N.tolist() != own[path.prompt_id] for path in paths)
     without = dataclasses.replace(subject, features=None)
     assert measure_setting(subject, paths, False, 12) == measure_setting(without, paths, False, 12)
+
+
+def test_states_of_other_replies_are_refused(stages):
+    """They have the same prompts, taps and precision; only what they were made of tells them apart."""
+    root, prompts, traffic, features = stages
+    _, others = make_traffic(TargetLoader(TINY), prompts, TRAFFIC, root)
+    run = RunFolder(root / "run")
+    run.folder.mkdir()
+    run.link("traffic", traffic.folder)
+    run.link("features", features.folder)
+    assert len(stored_features(run, TargetLoader(TINY))) == 24
+    run.link("features", others.folder)
+    with pytest.raises(WrongInput, match=f"replies {others.manifest['inputs']['parents']['traffic'][:12]}, expected"):
+        stored_features(run, TargetLoader(TINY))
