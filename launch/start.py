@@ -31,6 +31,10 @@ def find_start(text: str, root: Path) -> "Start | None":
         run, named = named_run(text, root)
         pointer = run.checkpoints / (named or "best")
         folder = run.checkpoints / pointer.read_text().strip() if pointer.is_file() else pointer
+        if not (folder / DESCRIPTION).is_file():
+            raise WrongInput(
+                f"{run.folder}: found no checkpoint {pointer.name!r} of that run, expected one; train it first."
+            )
     return read_start(folder.resolve())
 
 
