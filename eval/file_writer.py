@@ -49,7 +49,8 @@ class EvalFiles:
 
         They belong to the comparison beside them, which is made anew or not at all.
         """
-        environment = {"device": str(self.subject.target.device), "dtype": "float32"}
+        target = self.subject.target
+        environment = {"device": str(target.device), "dtype": str(target.dtype).removeprefix("torch.")}
         kept = [
             row
             for row in self.kept("acceptance", "rows")

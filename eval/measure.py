@@ -2,7 +2,7 @@
 
 Three measurements of one checkpoint on the held-out replies, in this order, each in a file of its own (`file_writer.py`):
 
-    acceptance.json   exact offline acceptance in float32, per position, route and prompt length; n-gram lookup and a live
+    acceptance.json   exact offline acceptance, per position, route and prompt length; n-gram lookup and a live
                       run (`live.py`) beside it; the sums of each prompt are in prompts.json (`prompt_sums.py`)
     lossless.json     greedy identity of live replies with the recorded ones, plain decoding and transformers.generate; for
                       sampled replies, or if asked for, the certificate (`lossless.py`): rules enumerated, samples tested
@@ -55,6 +55,7 @@ def evaluate(
     settings: EvalSettings,
     folder: FilePath,
     *,
+    dtype: str = "float32",
     parts: Sequence[str] = (),
     features: FeatureReader | None = None,
     vocabularies: Sequence[np.ndarray] = (),
@@ -69,11 +70,13 @@ def evaluate(
 
     Args:
         load_target: gives the target, with the head's taps, in a named dtype.
-        paths: held-out replies, recorded in float32 at one sampling setting.
+        paths: held-out replies, recorded at one sampling setting.
+        dtype: precision they were recorded in, which the target is measured in too: what rounding made of them must not
+            be held against a decoder. Only figures in float32 are proved.
         parts: of `live`, `lossless`, `speed`: what is measured beside offline acceptance, or `offline` for nothing else.
             None named means all; greedy replies then have their identity alone, without the certificate that `lossless`
             names. `prove` adds the seeded faults to catch.
-        features: the target's states on the paths; where it holds none in float32, the target reads the replies again.
+        features: the target's states on the paths; where it holds none in `dtype`, the target reads the replies again.
         vocabularies: token ids of smaller draft vocabularies that the head is measured with too.
         previous: checkpoint folder of a head that is measured on the same replies and compared with.
         routes: routes that prompts carry; one without held-out replies is shown as empty.
@@ -92,7 +95,7 @@ def evaluate(
     check_paths(paths)
     wanted = set(parts) or {"live", "lossless", "speed"}
     check_wanted(wanted, settings, folder, len(paths))
-    target = load_target("float32")
+    target = load_target(dtype)
     head = load_head(head_folder, target).to(target.device).eval().pack()
     all_routes = sorted({*routes, *(path.route for path in paths)})
     subject = Subject(target, head, list(paths), all_routes, settings, seed, tell, features)
@@ -127,8 +130,8 @@ def evaluate(
         prompt = subject.paths[0].token_N[: subject.paths[0].num_prompt_tokens].tolist()
         device = target.device
         del target, head, subject.target, subject.head  # two copies of a large target may not fit
-        dtype, _ = choose_speed_dtype(load_target, settings.speed_dtype, prompt, device)
-        checks += speed_part(load_target(dtype), head_folder, files, rows)
+        speed_dtype, _ = choose_speed_dtype(load_target, settings.speed_dtype, prompt, device)
+        checks += speed_part(load_target(speed_dtype), head_folder, files, rows)
     if checks:
         files.write_lossless(checks, proof)
     files.write_calibration(list(replies.items()))

@@ -18,7 +18,7 @@ READ_PATHS = 16  # held-out paths whose features are in memory at once
 
 @dataclass
 class Subject:
-    """What is measured: one head on one target (in float32), on recorded replies of one sampling setting."""
+    """What is measured: one head on one target, in the precision of the replies, which are of one sampling setting."""
 
     target: Target
     head: Head

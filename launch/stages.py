@@ -250,6 +250,7 @@ def measure_head(
         list(read_paths(run.folder / "traffic", "heldout")),
         recipe.eval,
         run.eval,
+        dtype=recipe.traffic.eval_dtype,
         parts=parts,
         features=stored_features(run, targets) if here else None,
         vocabularies=smaller_vocabularies(recipe, run, targets.facts),

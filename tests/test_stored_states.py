@@ -7,8 +7,10 @@ import pytest
 import torch
 
 from headstart.eval.heldout import head_acceptance, measure_setting
+from headstart.eval.measure import evaluate
 from headstart.eval.settings import EvalSettings
 from headstart.eval.subject import Subject, read_batches
+from headstart.heads.checkpoint import save_head
 from headstart.heads.errors import WrongInput
 from headstart.heads.features import FeatureReader
 from headstart.heads.paths import read_paths
@@ -103,3 +105,24 @@ def test_states_of_other_replies_are_refused(stages):
     run.link("features", others.folder)
     with pytest.raises(WrongInput, match=f"replies {others.manifest['inputs']['parents']['traffic'][:12]}, expected"):
         stored_features(run, TargetLoader(TINY))
+
+
+def test_replies_in_bfloat16_are_held_against_a_decoder_in_bfloat16(tmp_path):
+    """In float32 a sound decoder says other things than they do, and would be called lossy for it."""
+    targets = TargetLoader(TINY)
+    prompts = prompts_stage(tmp_path, some_prompts(5, ("heldout",)))
+    rounded = dataclasses.replace(TRAFFIC, eval_dtype="bfloat16")
+    traffic, features = make_traffic(targets, prompts, rounded, tmp_path)
+    paths, reader = list(read_paths(traffic.folder, "heldout")), FeatureReader(features.folder)
+    target = targets("bfloat16")
+    (batch,) = read_batches(target, untrained_head(target), paths, reader)
+    assert torch.equal(batch.final_TH, torch.cat([reader.get(path.prompt_id)[1] for path in paths]))
+    save_head(tmp_path, untrained_head(targets("float32")), step=1)
+    results = evaluate(
+        targets, tmp_path, paths, SETTINGS, tmp_path / "eval", dtype="bfloat16", parts=["live"], features=reader,
+        tell=lambda line: None,
+    )  # fmt: skip
+    assert results["acceptance"]["environment"]["dtype"] == "bfloat16"
+    assert {check["dtype"] for check in results["lossless"]["checks"]} == {"bfloat16"}
+    assert results["lossless"]["verdict"] == "lossless"
+    assert results["acceptance"]["live_agreement"]["unexplained"] == []

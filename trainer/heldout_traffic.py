@@ -21,9 +21,9 @@ SPLIT = "heldout"
 
 
 def at_temperature(settings: TrafficSettings, temperature: float) -> TrafficSettings:
-    """The recipe's settings at another temperature, in float32; greedy replies take no filter."""
+    """The recipe's settings at another temperature; greedy replies take no filter."""
     filters: dict[str, Any] = {} if temperature > 0 else {"top_k": 0, "top_p": 1.0}
-    return replace(settings, temperature=temperature, eval_dtype="float32", **filters)
+    return replace(settings, temperature=temperature, **filters)
 
 
 def heldout_inputs(load_target: TargetLoader, prompts: Stage, settings: TrafficSettings, seed: int) -> dict[str, Any]:
