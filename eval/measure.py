@@ -130,7 +130,8 @@ def evaluate(
         prompt = subject.paths[0].token_N[: subject.paths[0].num_prompt_tokens].tolist()
         device = target.device
         del target, head, subject.target, subject.head  # two copies of a large target may not fit
-        speed_dtype, _ = choose_speed_dtype(load_target, settings.speed_dtype, prompt, device)
+        wanted_dtype = dtype if (settings.speed_dtype, dtype) == ("auto", "bfloat16") else settings.speed_dtype
+        speed_dtype, _ = choose_speed_dtype(load_target, wanted_dtype, prompt, device)
         checks += speed_part(load_target(speed_dtype), head_folder, files, rows)
     if checks:
         files.write_lossless(checks, proof)

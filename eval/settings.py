@@ -33,7 +33,7 @@ class EvalSettings:
     speed_draft_lengths: list[Positive] = field(default_factory=lambda: [2, 3, 4])
     """Draft lengths that are timed."""
     speed_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """auto times plain decoding in float32 and, where it is native, bfloat16, and takes the faster."""
+    """auto takes the faster of float32 and, where it is native, bfloat16; bfloat16 where held-out replies are."""
     trees: list[list[Positive]] = field(default_factory=list)
     """Static trees of greedy drafts to measure (exact, offline): children per node by depth, as in [[3, 2, 1]]."""
     vocab_sizes: list[Positive] = field(default_factory=list)

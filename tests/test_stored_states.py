@@ -108,8 +108,11 @@ def test_states_of_other_replies_are_refused(stages):
 
 
 def test_replies_in_bfloat16_are_held_against_a_decoder_in_bfloat16(tmp_path):
-    """In float32 a sound decoder says other things than they do, and would be called lossy for it."""
-    targets = TargetLoader(TINY)
+    """In float32 a sound decoder says other things than they do, and would be called lossy for it.
+
+    No part asks for the target in float32, which a device may not hold.
+    """
+    targets, asked = TargetLoader(TINY), []
     prompts = prompts_stage(tmp_path, some_prompts(5, ("heldout",)))
     rounded = dataclasses.replace(TRAFFIC, eval_dtype="bfloat16")
     traffic, features = make_traffic(targets, prompts, rounded, tmp_path)
@@ -118,10 +121,14 @@ def test_replies_in_bfloat16_are_held_against_a_decoder_in_bfloat16(tmp_path):
     (batch,) = read_batches(target, untrained_head(target), paths, reader)
     assert torch.equal(batch.final_TH, torch.cat([reader.get(path.prompt_id)[1] for path in paths]))
     save_head(tmp_path, untrained_head(targets("float32")), step=1)
+    few = dataclasses.replace(
+        SETTINGS, speed_prompts=2, speed_new_tokens=4, speed_repeats=1, speed_draft_lengths=[1], ngram=False
+    )
     results = evaluate(
-        targets, tmp_path, paths, SETTINGS, tmp_path / "eval", dtype="bfloat16", parts=["live"], features=reader,
-        tell=lambda line: None,
+        lambda name: asked.append(name) or targets(name), tmp_path, paths, few, tmp_path / "eval", dtype="bfloat16",
+        features=reader, tell=lambda line: None,
     )  # fmt: skip
+    assert {*asked} == {"bfloat16"}
     assert results["acceptance"]["environment"]["dtype"] == "bfloat16"
     assert {check["dtype"] for check in results["lossless"]["checks"]} == {"bfloat16"}
     assert results["lossless"]["verdict"] == "lossless"
