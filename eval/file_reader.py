@@ -16,6 +16,7 @@ ENTRIES = {
     "calibration": ("checkpoint rows thresholds recommended", "rows"),
     "prompts": ("target prompts sampling prompt_ids routes num_tokens rows", "rows"),
 }
+OBJECTS = ("checkpoint", "target", "prompts", "sampling", "hardware", "absolute")  # entries that have entries
 MEMBERS = {
     "acceptance": (
         "source drafter route context temperature top_k top_p draft draft_length tree counting num_prompts num_tokens "
@@ -41,6 +42,9 @@ def read_eval(file: Path) -> dict[str, Any]:
     content: dict[str, Any] = read_json(file, SCHEMAS[name])
     entries, listed = ENTRIES[name]
     lacking = [entry for entry in entries.split() if entry not in content]
+    for entry in entries.split():
+        if entry in OBJECTS and entry in content and not (isinstance(content[entry], dict) and content[entry]):
+            lacking.append(f"entries in {entry}")
     if not lacking and not isinstance(content[listed], list):
         lacking = [f"list of {listed}"]
     if not lacking and name == "acceptance" and not content[listed]:

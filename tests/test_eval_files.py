@@ -6,6 +6,7 @@ import shutil
 
 import pytest
 
+from headstart.eval.file_reader import read_eval
 from headstart.eval.gate import failures
 from headstart.eval.measure import evaluate
 from headstart.eval.prompt_sums import read_sums
@@ -60,6 +61,18 @@ def test_a_file_without_an_entry_that_is_read_is_refused_by_name(measured, name,
     file.write_text(json.dumps(without(read_json(file), *entry)))
     with pytest.raises(WrongInput, match=rf"found no .*{entry[-1]}(.|\n)*headstart eval {tmp_path}"):
         read_sums(tmp_path) if name == "prompts" else write_report(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "entry"), [("acceptance", "checkpoint"), ("speed", "absolute"), ("prompts", "target")]
+)
+def test_an_entry_of_another_kind_is_refused_by_name(measured, name, entry, tmp_path):
+    shutil.copytree(measured / "eval", tmp_path / "eval")
+    file = tmp_path / "eval" / f"{name}.json"
+    for value in (None, [], "edited", {}):
+        file.write_text(json.dumps({**read_json(measured / "eval" / file.name), entry: value}))
+        with pytest.raises(WrongInput, match=rf"{file.name}: found no entries in {entry}"):
+            read_eval(file)
 
 
 def test_a_damaged_file_that_would_stay_is_told_before_anything_is_computed(measured, recorded, tmp_path):
