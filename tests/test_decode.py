@@ -241,6 +241,7 @@ def test_prompt_near_the_context_limit(tiny_target, left):
     for drafter in (ScriptedDrafter(text, 9), HeadDrafter(untrained_head(tiny_target)), model):
         got = decode(tiny_target, prompts, drafter, 8, 20, NO_STOP, batch=2, whole_blocks=True)
         assert [r.token_ids for r in got] == [r.token_ids for r in plain]
+        assert all(step.whole_drafted < left for step in got[0].steps)  # no position behind the context is fed
 
 
 def test_beyond_the_drafters_context_decoding_goes_on_without_drafts(tiny_target):
