@@ -36,8 +36,8 @@ from headstart.heads.builtin import resolve_model
 from headstart.heads.checkpoint import WEIGHTS, head_hash, load_head
 from headstart.heads.errors import GateFailed, WrongInput
 from headstart.heads.export.card import RECORD, RECORD_SCHEMA, write_card
-from headstart.heads.export.readers.eagle3 import DTYPES
-from headstart.heads.export.scheme import rounded
+from headstart.heads.export.comparison import rounded
+from headstart.heads.export.readers.files import DTYPES
 from headstart.heads.paths import Path as ReplyPath
 from headstart.heads.paths import read_paths
 from headstart.heads.settings import TargetSettings

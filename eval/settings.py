@@ -78,11 +78,14 @@ class EvalSettings:
             yield "draft_length", f"found {self.draft_length}, expected one of draft_lengths = {self.draft_lengths}"
 
 
+Engine = Literal["vllm", "speculators", "sglang", "llamacpp", "transformers"]
+
+
 @dataclass(frozen=True)
 class ExportSettings:
     """Which folders are written once the gate has passed."""
 
-    engines: list[Literal["vllm", "sglang", "llamacpp", "transformers"]] = field(default_factory=lambda: ["vllm"])
-    """vllm, sglang, llamacpp, and transformers for draft models: each gets its own card and launch line; [] writes none."""
+    engines: list[Engine] = field(default_factory=lambda: ["vllm"])
+    """vllm, sglang, llamacpp; speculators (vLLM's other layout); transformers (draft models). [] writes none."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Precision of the written tensors: auto (the target's own), float32 or bfloat16."""

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from safetensors import safe_open
 
 from headstart.heads.description import DESCRIPTION
 from headstart.heads.errors import WrongInput
@@ -123,7 +124,10 @@ def eagle3_start(folder: Path, config: dict[str, Any], stored: dict[str, StoredT
 def eagle1_start(folder: Path, config: dict[str, Any], stored: dict[str, StoredTensor]) -> Start:
     """An EAGLE folder; its output layer is the target's, so any draft vocabulary will do. Raises as `read_start`."""
     embedding = stored.pop("embed_tokens.weight", None)
+    bias = stored.pop("fc.bias", None)
     problems = fixed_problems(config) + name_problems(stored, EAGLE1_NAMES)
+    if bias is not None and not is_zero(bias):
+        problems.append("found an fc.bias that is not zero, expected a projection without one")
     if "layers.0.mlp.gate_proj.weight" not in stored:
         problems.append("found no gate_proj.weight of the layer, expected an EAGLE head's")
     refuse(folder, problems)
@@ -202,6 +206,11 @@ def fixed_problems(config: dict[str, Any]) -> list[str]:
 def name_problems(stored: dict[str, StoredTensor], known: str) -> list[str]:
     unknown = sorted(tensor.name for name, tensor in stored.items() if not re.fullmatch(known, name))
     return [f"found the tensors {', '.join(unknown)}, which heads of this kind do not have"] if unknown else []
+
+
+def is_zero(stored: StoredTensor) -> bool:
+    with safe_open(stored.file, framework="pt") as file:
+        return not bool(file.get_tensor(stored.name).any())
 
 
 def refuse(folder: Path, problems: list[str]) -> None:

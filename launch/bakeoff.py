@@ -13,7 +13,7 @@ from typing import Any
 from headstart.eval.bakeoff import SCHEMA, Entry, bakeoff_content
 from headstart.eval.bakeoff_text import REPORT, bakeoff_text, write_bakeoff_report
 from headstart.heads.errors import GateFailed, TrainingFailed, WrongInput
-from headstart.heads.export.scheme import WRITERS, unservable
+from headstart.heads.export.limits import WRITERS, unservable
 from headstart.heads.start import Start
 from headstart.heads.store import read_json, write_json
 from headstart.heads.target import TargetLoader

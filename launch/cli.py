@@ -143,7 +143,10 @@ def build_parser() -> argparse.ArgumentParser:
     export = add(commands, "export", export_command, "write a measured head for an engine")
     add_run(export, "headstart export eagle --engine vllm\n  headstart export eagle --engine llamacpp --out ./draft")
     export.add_argument(
-        "--engine", required=True, choices=["vllm", "sglang", "llamacpp", "transformers"], help="who will load it"
+        "--engine",
+        required=True,
+        choices=["vllm", "speculators", "sglang", "llamacpp", "transformers"],
+        help="who will load it (speculators: vLLM's other layout)",
     )
     export.add_argument("--out", type=Path, metavar="DIR", help="folder to write (default: export/ENGINE in the run)")
     export.add_argument("--checkpoint", default="best", metavar="NAME", help="best, last or step-000500 (default best)")

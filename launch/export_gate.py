@@ -10,15 +10,17 @@ from headstart.eval.gate import failures, of_checkpoint, read_evals, require_gat
 from headstart.eval.settings import EvalSettings, ExportSettings
 from headstart.heads.builtin import resolve_model
 from headstart.heads.checkpoint import DESCRIPTION, checkpoint_identity, load_head
+from headstart.heads.contract import Head
 from headstart.heads.draft import DraftModel
-from headstart.heads.eagle3 import Eagle3
 from headstart.heads.errors import WrongInput
 from headstart.heads.export.card import RECORD, RECORD_SCHEMA, write_card
 from headstart.heads.export.draft import write_draft
+from headstart.heads.export.folder import export_dtype
+from headstart.heads.export.limits import ENGINES, WRITERS, refuse_unservable
 from headstart.heads.export.mimo import trained_layer, write_mimo
 from headstart.heads.export.mtp import published_tensors, write_merged
-from headstart.heads.export.readers.eagle3 import read_eagle3
-from headstart.heads.export.scheme import ENGINES, WRITERS, export_dtype, refuse_unservable, write_eagle3
+from headstart.heads.export.scheme import read_served, write_head
+from headstart.heads.layer_head import LayerHead
 from headstart.heads.mtp import MTP
 from headstart.heads.mtp_shipped import MTPShipped
 from headstart.heads.shipped import tensor_files
@@ -52,7 +54,6 @@ def export_head(
         require_gate(run, folder, identity, eval_settings)
     head = load_head(folder, target).to("cpu").eval()
     refuse_unservable(head, engine)
-    assert isinstance(head, (Eagle3, DraftModel, MTPShipped, MTP))  # the kinds with a writer
     dtype = export_dtype(export_settings.dtype, target.dtype)
     out = out or run / "export" / engine
     evals = read_evals(run / "eval")
@@ -100,8 +101,8 @@ def export_head(
     elif isinstance(head, DraftModel):
         write_draft(head, target, out, engine, dtype, describe)
     else:
-        write_eagle3(head, out, engine, dtype, describe)
-        if (rope := head.rotary.facts.rope_parameters) != head.facts.rope_parameters:
+        write_head(head, out, engine, dtype, describe)
+        if isinstance(head, LayerHead) and (rope := head.rotary.facts.rope_parameters) != head.facts.rope_parameters:
             print(
                 f"note: rotary positions are written as trained, {rope}; the target's are {head.facts.rope_parameters}"
             )
@@ -110,7 +111,7 @@ def export_head(
     return out
 
 
-def head_contents(written: Path, head: Eagle3 | DraftModel) -> dict[str, Any]:
+def head_contents(written: Path, head: Head) -> dict[str, Any]:
     """Of a folder that holds a head alone: who reads it, its tensors, and the hashes of its files."""
     with safe_open(written / "model.safetensors", framework="pt") as file:
         tensors = {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118 (not a dict)
@@ -149,13 +150,13 @@ def checkpoint_folder(run: Path, name: str) -> Path:
     return folder
 
 
-def serves(folder: Path, engine: str, head: Eagle3 | DraftModel) -> bool:
+def serves(folder: Path, engine: str, head: Head) -> bool:
     """Whether an engine would read this folder as trained."""
     try:
         refuse_unservable(head, engine)
         if isinstance(head, DraftModel):  # one form for all of them, which was read before it got its name
             return True
-        read_eagle3(folder, engine, head.rotary.facts, head.embedding_VH)
+        read_served(folder, engine, head)
     except WrongInput:
         return False
     return True

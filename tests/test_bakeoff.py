@@ -115,7 +115,11 @@ def test_the_table_holds_the_figures_of_the_runs(bakeoff: tuple[Path, int]) -> N
         )
         assert printed.startswith(f"{row['num_parameters']:,} trained parameters")
         assert 0 < row["train_seconds"] < 600
-    assert [row["engines"] for row in content["rows"]] == [["vllm"], [], ["vllm", "llamacpp"]]
+    assert [row["engines"] for row in content["rows"]] == [
+        ["vllm", "speculators"],
+        ["vllm"],
+        ["vllm", "speculators", "llamacpp"],
+    ]
     assert (runs / "three" / "report.md").read_text().count("\n| medusa |") == 4  # figures, two verdicts, run
 
 

@@ -74,12 +74,12 @@ def test_what_would_fail_after_hours_is_found_before(recipe: Path) -> None:
 
 
 def test_a_kind_without_a_writer_is_trained_and_not_exported(recipe: Path) -> None:
-    medusa = ["head.kind=medusa", "train.depth=4"]
-    text = problems_of(recipe, *medusa)
+    hydra = ["head.kind=hydra", "train.depth=4"]
+    text = problems_of(recipe, *hydra)
     assert text.startswith("1 problem in")
-    assert "export.engines: vllm: found no writer for heads of kind 'medusa' yet (there are: eagle3 for vllm, " in text
+    assert "export.engines: vllm: found no writer for heads of kind 'hydra' yet (there are: eagle3 for vllm, " in text
     assert "set it to []" in text
-    overrides = [*medusa, "export.engines=[]"]
+    overrides = [*hydra, "export.engines=[]"]
     check_recipe(load_recipe(recipe, overrides), recipe, overrides)
 
 

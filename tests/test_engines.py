@@ -25,7 +25,7 @@ from headstart.heads.batch import pack
 from headstart.heads.builtin import resolve_model
 from headstart.heads.eagle3 import Eagle3
 from headstart.heads.errors import WrongInput
-from headstart.heads.export.scheme import write_eagle3
+from headstart.heads.export.scheme import write_head
 from headstart.heads.paths import Path, Prompt
 from headstart.heads.settings import Eagle3Settings, TargetSettings
 from headstart.heads.target import load_target
@@ -263,7 +263,7 @@ def test_an_engine_accepts_exactly_what_we_count(engine, settings, tmp_path):
     head = Eagle3(settings, target.facts, ids_V)
     head.load_target(target, initialise=True)
     fit_to_replies(head, target, prompts, replies)
-    folder = write_eagle3(head, tmp_path / engine, engine)
+    folder = write_head(head, tmp_path / engine, engine)
 
     live = decode(target, prompts, HeadDrafter(head), K, 32, batch=3, whole_blocks=True)
     plain, drafted = engines.run_engine(engine, folder, target, resolve_model("smollm2-135m"), prompts, 32, K)

@@ -12,8 +12,11 @@ from safetensors.torch import load_file, save_file
 from headstart.heads.eagle3 import Eagle3
 from headstart.heads.errors import WrongInput
 from headstart.heads.export.card import RECORD, RECORD_SCHEMA
+from headstart.heads.export.comparison import difference, golden, rounded
+from headstart.heads.export.eagle3 import config as eagle3_config
+from headstart.heads.export.folder import check_folder_name
 from headstart.heads.export.readers.eagle3 import KEYS, OPTIONAL_KEYS, read_eagle3
-from headstart.heads.export.scheme import chain_difference, check_folder_name, eagle3_config, rounded, write_eagle3
+from headstart.heads.export.scheme import write_head
 from headstart.heads.settings import Eagle3Settings
 from headstart.heads.store import write_json
 from headstart.heads.vocabulary import choose_draft_vocabulary
@@ -34,6 +37,10 @@ def make_head(target, draft_vocab_size=128, **settings):
     return head
 
 
+def chain_difference(head, served, depth=4, seed=0):
+    return difference(golden(head, depth=depth, seed=seed), served)
+
+
 def read(folder, head, engine="vllm"):
     return read_eagle3(folder, engine, head.facts, head.embedding_VH)
 
@@ -45,7 +52,7 @@ def head(tiny_target):
 
 @pytest.fixture(scope="module")
 def folder(head, tmp_path_factory):
-    return write_eagle3(head, tmp_path_factory.mktemp("export") / "vllm", "vllm")
+    return write_head(head, tmp_path_factory.mktemp("export") / "vllm", "vllm")
 
 
 @pytest.fixture
@@ -103,7 +110,7 @@ def test_names_and_shapes_are_the_published_ones(folder, head):
 def test_served_chains_equal_the_heads_for_every_flag_and_target(settings, tied, request, tmp_path):
     target = request.getfixturevalue("tiny_tied_target" if tied else "tiny_target")
     head = make_head(target, **settings)
-    served = read(write_eagle3(head, tmp_path / "vllm", "vllm"), head)
+    served = read(write_head(head, tmp_path / "vllm", "vllm"), head)
     assert served.taps == head.taps
     for seed in range(5):
         assert chain_difference(head, served, depth=5, seed=seed) < 1e-4
@@ -117,7 +124,7 @@ def test_scaled_rotary_positions_survive_the_export(rope, tiny_target, tmp_path)
     scaled = Eagle3(head.settings, facts, head.draft_ids_V)
     scaled.load_state_dict(head.state_dict())
     scaled.load_target(tiny_target, initialise=False)
-    folder = write_eagle3(scaled, tmp_path / "vllm", "vllm")
+    folder = write_head(scaled, tmp_path / "vllm", "vllm")
     assert json.loads((folder / "config.json").read_text())["rope_scaling"] == rope
 
 
@@ -151,12 +158,12 @@ def test_the_vocabulary_map_comes_back_from_its_offsets(folder, head):
 
 def test_the_vocabulary_is_the_embedding_tables_and_a_full_one_needs_no_map(tiny_target, tmp_path):
     padded = make_head(tiny_target, draft_vocab_size=0)  # every token of the tokenizer, fewer than the table's rows
-    config = json.loads((write_eagle3(padded, tmp_path / "padded", "vllm") / "config.json").read_text())
+    config = json.loads((write_head(padded, tmp_path / "padded", "vllm") / "config.json").read_text())
     assert (config["vocab_size"], config["draft_vocab_size"]) == (512, tiny_target.facts.num_tokens)
 
     full = Eagle3(padded.settings, padded.facts, torch.arange(512))
     full.load_target(tiny_target, initialise=False)
-    folder = write_eagle3(full, tmp_path / "full", "vllm")
+    folder = write_head(full, tmp_path / "full", "vllm")
     assert json.loads((folder / "config.json").read_text())["draft_vocab_size"] == 512
     names = load_file(folder / "model.safetensors").keys()
     assert not {"d2t", "t2d"} & names
@@ -172,7 +179,7 @@ def test_taps_stand_in_three_places(folder, head):
 
 def test_sglang_gets_ids_one_lower_because_it_adds_one(tiny_target, tmp_path):
     head = make_head(tiny_target, taps=[2, 3])
-    folder = write_eagle3(head, tmp_path / "sglang", "sglang")
+    folder = write_head(head, tmp_path / "sglang", "sglang")
     config = json.loads((folder / "config.json").read_text())
     assert config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [1, 2]
     assert config["eagle_aux_hidden_state_layer_ids"] == [2, 3]
@@ -181,7 +188,7 @@ def test_sglang_gets_ids_one_lower_because_it_adds_one(tiny_target, tmp_path):
 
 def test_a_folder_for_vllm_is_refused_as_sglang_reads_it(tiny_target, tmp_path):
     head = make_head(tiny_target, taps=[2, 3])
-    folder = write_eagle3(head, tmp_path / "vllm", "vllm")
+    folder = write_head(head, tmp_path / "vllm", "vllm")
     with pytest.raises(WrongInput, match="only if the first is 1"):
         read(folder, head, "sglang")
 
@@ -201,7 +208,7 @@ def test_a_folder_for_vllm_is_refused_as_sglang_reads_it(tiny_target, tmp_path):
 )
 def test_what_an_engine_would_ignore_or_misread_is_not_written(engine, settings, message, tiny_target, tmp_path):
     with pytest.raises(WrongInput, match=message):
-        write_eagle3(make_head(tiny_target, **settings), tmp_path / "out", engine)
+        write_head(make_head(tiny_target, **settings), tmp_path / "out", engine)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -286,7 +293,7 @@ def test_swapped_halves_or_taps_change_the_logits(name, copied, head):
 
 def test_a_bfloat16_folder_drafts_what_the_rounded_head_drafts(head, tmp_path):
     before = {name: tensor.clone() for name, tensor in head.trained_tensors().items()}
-    folder = write_eagle3(head, tmp_path / "vllm", "vllm", dtype="bfloat16")
+    folder = write_head(head, tmp_path / "vllm", "vllm", dtype="bfloat16")
     assert all(torch.equal(before[name], tensor) for name, tensor in head.trained_tensors().items())
     served = read(folder, head)
     assert chain_difference(head, served) > 1e-4
@@ -295,7 +302,7 @@ def test_a_bfloat16_folder_drafts_what_the_rounded_head_drafts(head, tmp_path):
 
 
 def test_an_export_can_be_read_by_the_user_that_serves_it(head, tmp_path):
-    folder = write_eagle3(head, tmp_path / "vllm", "vllm")
+    folder = write_head(head, tmp_path / "vllm", "vllm")
     assert all(file.stat().st_mode & 0o044 == 0o044 for file in folder.iterdir())
 
 
@@ -309,7 +316,7 @@ def test_a_folder_that_does_not_draft_alike_gets_no_name(tiny_target, tmp_path):
     head = make_head(tiny_target)
     head.norm_output = True  # the head computes something else than its settings say
     with pytest.raises(WrongInput, match="does not draft"):
-        write_eagle3(head, tmp_path / "vllm", "vllm")
+        write_head(head, tmp_path / "vllm", "vllm")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -317,18 +324,18 @@ def test_another_folder_is_never_overwritten(head, tmp_path):
     (tmp_path / "vllm").mkdir()
     (tmp_path / "vllm/notes.txt").write_text("mine")
     with pytest.raises(WrongInput, match="no export of ours"):
-        write_eagle3(head, tmp_path / "vllm", "vllm")
+        write_head(head, tmp_path / "vllm", "vllm")
     (tmp_path / "file").write_text("mine")
-    write_eagle3(head, tmp_path / "theirs", "vllm")  # looks like a head of another tool: no record of ours
+    write_head(head, tmp_path / "theirs", "vllm")  # looks like a head of another tool: no record of ours
     for name in ("file", "theirs"):
         with pytest.raises(WrongInput, match="no export of ours"):
-            write_eagle3(head, tmp_path / name, "vllm")
+            write_head(head, tmp_path / name, "vllm")
 
     def describe(folder):
         write_json(folder / RECORD, {"schema": RECORD_SCHEMA})
 
-    write_eagle3(head, tmp_path / "again", "vllm", describe=describe)
-    write_eagle3(head, tmp_path / "again", "vllm", describe=describe)
+    write_head(head, tmp_path / "again", "vllm", describe=describe)
+    write_head(head, tmp_path / "again", "vllm", describe=describe)
 
 
 @pytest.mark.parametrize("name", ["my-eagle-head", "dflash", "DSpark-1"])

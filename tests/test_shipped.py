@@ -15,9 +15,9 @@ from headstart.heads.builtin import resolve_model
 from headstart.heads.checkpoint import build_head, save_head
 from headstart.heads.errors import WrongInput
 from headstart.heads.export.card import RECORD
+from headstart.heads.export.limits import unservable
 from headstart.heads.export.mimo import check_mimo, write_mimo
 from headstart.heads.export.mtp import check_merged, published_tensors, write_merged
-from headstart.heads.export.scheme import unservable
 from headstart.heads.mtp import MTP
 from headstart.heads.settings import MTPSettings, TargetSettings
 from headstart.heads.target import load_target

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from headstart.heads.batch import pack
 from headstart.heads.checkpoint import save_head
 from headstart.heads.errors import WrongInput
-from headstart.heads.export.scheme import write_eagle3
+from headstart.heads.export.scheme import write_head
 from headstart.heads.published import read_start
 from headstart.heads.warm_start import start_problems, take_over
 from headstart.launch.check import check_recipe
@@ -96,7 +96,7 @@ def test_a_saved_head_of_every_kind_goes_on_with_its_own_settings(kind, target, 
 @pytest.mark.parametrize("layout", ["classic", "speculators"])
 def test_an_exported_eagle3_folder_is_read_as_a_published_one(layout, ids, flags, tiny_target, batch, tmp_path):
     head = trained("eagle3", tiny_target, ids, **flags)
-    folder = write_eagle3(head, tmp_path / "vllm", "vllm")
+    folder = write_head(head, tmp_path / "vllm", "vllm")
     if layout == "speculators":
         config = json.loads((folder / "config.json").read_text())
         outside = (
@@ -204,7 +204,7 @@ def test_published_medusa_heads(form, tiny_target, batch, tmp_path):
 
 @pytest.fixture(scope="module")
 def exported(tiny_target, tmp_path_factory):
-    return write_eagle3(trained("eagle3", tiny_target), tmp_path_factory.mktemp("export") / "vllm", "vllm")
+    return write_head(trained("eagle3", tiny_target), tmp_path_factory.mktemp("export") / "vllm", "vllm")
 
 
 FAULTS = {

@@ -153,7 +153,9 @@ def _serving(record: dict[str, Any]) -> str:
 
 # What each engine calls a kind of head.
 METHODS = {
-    "eagle3": {"vllm": "eagle3", "sglang": "EAGLE3", "llamacpp": "draft-eagle3"},
+    "eagle3": {"vllm": "eagle3", "speculators": "eagle3", "sglang": "EAGLE3", "llamacpp": "draft-eagle3"},
+    "eagle1": {"vllm": "eagle", "sglang": "EAGLE"},
+    "medusa": {"vllm": "medusa"},
     "draft": {
         "vllm": "draft_model",
         "sglang": "STANDALONE",
@@ -168,6 +170,10 @@ SERVE = {
         "`python -m vllm.entrypoints.openai.api_server --model` in place of `vllm serve`.",
         'vllm serve "$TARGET" --speculative-config '
         '\'{{"method":"{method}","model":"\'"$HEAD"\'","num_speculative_tokens":{k}}}\'',
+    ),
+    "speculators": (
+        "vLLM by this folder alone, which names its target, where that is a hub id (draft length as the config says):",
+        'vllm serve "$HEAD"',
     ),
     "sglang": (
         "SGLang:",
@@ -200,7 +206,7 @@ def _contents(record: dict[str, Any]) -> str:
     if record["kind"] == "mtp":
         return _merged(record)
     tensors = record["tensors"]
-    maps = [name for name in ("d2t", "t2d") if name in tensors]
+    maps = [name for name in ("d2t", "t2d", "token_map") if name in tensors]
     trained = sum(_size(shape) for name, shape in tensors.items() if name not in maps)
     lines = ["## What is in the folder", ""]
     if record["kind"] == "draft":
@@ -211,16 +217,33 @@ def _contents(record: dict[str, Any]) -> str:
         return "\n".join(lines)
     lines += [
         f"- trained ({trained / 1e6:.1f} M parameters, {record['dtype']}): {', '.join(sorted(tensors.keys() - set(maps)))}",
-        "- shared with the target at load time: its token embedding. The target itself is untouched",
-        f"- taps: {record['taps']}; {record['tap_convention']}",
-        "- alignment: slot t reads the target's features of token t and the embedding of token t + 1, and predicts t + 2",
+        f"- shared with the target at load time: {SHARED[record['kind']]}. The target itself is untouched",
+        f"- alignment: {ALIGNMENT[record['kind']]}",
     ]
+    if record["taps"]:
+        lines.append(f"- taps: {record['taps']}; {record['tap_convention']}")
     if maps:
+        ids = "target id = i + d2t[i], and t2d marks the tokens that can be drafted" if "d2t" in maps else "their ids"
         lines.append(
-            f"- draft vocabulary: {tensors['d2t'][0]} of {tensors['t2d'][0]} tokens; target id = i + d2t[i], and t2d marks "
-            "the tokens that can be drafted. Replies can hold every token: the rest is simply never drafted"
+            f"- draft vocabulary: {tensors[maps[0]][0]} tokens ({', '.join(maps)}: {ids}). Replies can hold every token: "
+            "the rest is simply never drafted"
         )
+    if record["kind"] == "medusa":
+        lines.append("- vLLM serves Medusa heads in versions 0.27 to 0.32")
     return "\n".join(lines)
+
+
+# Of kinds that are exported alone: what they borrow, and which token a state and a token give.
+SHARED = {
+    "eagle3": "its token embedding",
+    "eagle1": "its token embedding and its output layer",
+    "medusa": "nothing",
+}
+ALIGNMENT = {
+    "eagle3": "slot t reads the target's taps of token t and the embedding of token t + 1, and predicts t + 2",
+    "eagle1": "slot t reads the target's final state of token t and the embedding of token t + 1, and predicts t + 2",
+    "medusa": "head j, from 0, reads the target's final state of token t and predicts t + 2 + j",
+}
 
 
 def _merged(record: dict[str, Any]) -> str:

@@ -17,8 +17,9 @@ from torch.nn import functional
 from headstart.heads.checkpoint import write_tensors
 from headstart.heads.draft import DraftModel
 from headstart.heads.errors import WrongInput
-from headstart.heads.export.readers.eagle3 import DTYPES
-from headstart.heads.export.scheme import check_folder_name, fresh_folder, refuse_unservable
+from headstart.heads.export.folder import check_folder_name, fresh_folder
+from headstart.heads.export.limits import refuse_unservable
+from headstart.heads.export.readers.files import DTYPES
 from headstart.heads.facts import TargetFacts
 from headstart.heads.lora import is_adapter, merge, plain_name
 from headstart.heads.model_files import read_model

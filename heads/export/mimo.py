@@ -21,8 +21,10 @@ from torch import Tensor
 from headstart.heads.checkpoint import write_tensors
 from headstart.heads.errors import WrongInput
 from headstart.heads.export.card import CARD
+from headstart.heads.export.comparison import TOLERANCE, rounded
+from headstart.heads.export.folder import check_folder_name, fresh_folder
+from headstart.heads.export.limits import refuse_unservable
 from headstart.heads.export.mtp import TARGET_CARD
-from headstart.heads.export.scheme import TOLERANCE, check_folder_name, fresh_folder, refuse_unservable, rounded
 from headstart.heads.facts import TargetFacts
 from headstart.heads.model_files import read_config
 from headstart.heads.mtp import MTP

@@ -16,7 +16,8 @@ from torch import Tensor
 from headstart.heads.checkpoint import write_tensors
 from headstart.heads.errors import WrongInput
 from headstart.heads.export.card import CARD
-from headstart.heads.export.scheme import check_folder_name, fresh_folder, refuse_unservable
+from headstart.heads.export.folder import check_folder_name, fresh_folder
+from headstart.heads.export.limits import refuse_unservable
 from headstart.heads.mtp_shipped import MTPShipped
 from headstart.heads.shipped import pieces, tensor_files
 
