@@ -61,14 +61,15 @@ def run_vllm(
     stop_ids: list[int],
     head: Path | None = None,
     draft_length: int = 0,
+    method: str = "",
     batch: int = 4,
 ) -> EngineRun:
-    """Generate in vLLM; without a head it decodes plainly.
+    """Generate in vLLM; without a head it decodes plainly, else by the method that the head is called there.
 
     Raises:
         WrongInput: vLLM ended with an error; its last lines are in the message.
     """
-    speculative = {"method": "eagle3", "model": str(head), "num_speculative_tokens": draft_length} if head else None
+    speculative = {"method": method, "model": str(head), "num_speculative_tokens": draft_length} if head else None
     job = {
         "model": str(target),
         "dtype": "float32",

@@ -35,9 +35,10 @@ from headstart.eval.timings import balanced
 from headstart.heads.builtin import resolve_model
 from headstart.heads.checkpoint import WEIGHTS, head_hash, load_head
 from headstart.heads.errors import GateFailed, WrongInput
-from headstart.heads.export.card import RECORD, RECORD_SCHEMA, write_card
+from headstart.heads.export.card import METHODS, RECORD, RECORD_SCHEMA, write_card
 from headstart.heads.export.comparison import rounded
 from headstart.heads.export.readers.files import DTYPES
+from headstart.heads.export.scheme import LAYOUTS
 from headstart.heads.paths import Path as ReplyPath
 from headstart.heads.paths import read_paths
 from headstart.heads.settings import TargetSettings
@@ -158,13 +159,16 @@ def run_engine(
     prompts: list[list[int]],
     max_new_tokens: int,
     k: int,
+    kind: str = "eagle3",
 ) -> tuple[EngineRun, EngineRun]:
-    """Decode in an engine plainly and with the head; installs the engine if it is not there."""
+    """Decode in an engine plainly and with the head, of a kind; installs the engine if it is not there."""
     if engine == "vllm":
         python = install_vllm()
         stop_ids = target.facts.stop_ids
         plain = run_vllm(python, target_folder, prompts, max_new_tokens, stop_ids)
-        return plain, run_vllm(python, target_folder, prompts, max_new_tokens, stop_ids, folder, k)
+        return plain, run_vllm(
+            python, target_folder, prompts, max_new_tokens, stop_ids, folder, k, METHODS[kind]["vllm"]
+        )
     llamacpp, facts = install_llamacpp(), target.facts
     identity = hash_json([facts.fingerprint, str(target_folder), (target_folder / "config.json").stat().st_mtime_ns])
     target_file = convert_to_gguf(llamacpp, target_folder, engines_folder() / "gguf" / f"target-{identity[:12]}.gguf")
@@ -212,10 +216,10 @@ def compare_run(
     for engine in engines:
         folder = find_export(run, engine)
         record = read_json(folder / RECORD, RECORD_SCHEMA)
-        if record["kind"] != "eagle3":
+        if record["kind"] not in LAYOUTS:
             raise WrongInput(
-                f"{folder}: found a head of kind {record['kind']!r}, expected eagle3: no other kind is compared with "
-                "engines yet. Its card has the command that serves it."
+                f"{folder}: found a head of kind {record['kind']!r}, expected one of {', '.join(LAYOUTS)}: no other kind is "
+                "compared with engines yet. Its card has the command that serves it."
             )
         settings = TargetSettings(model=record["target"]["name"], device="cpu")
         target = load_target(settings, record["taps"], "float32")
@@ -225,7 +229,9 @@ def compare_run(
             live = decode(target, prompts, drafter, draft_length, max_new_tokens, batch=8, whole_blocks=True)
         own_plain = [reply.token_ids for reply in decode(target, prompts, None, 0, max_new_tokens, batch=8)]
         target_folder = resolve_model(settings.model)
-        plain, drafted = run_engine(engine, folder, target, target_folder, prompts, max_new_tokens, draft_length)
+        plain, drafted = run_engine(
+            engine, folder, target, target_folder, prompts, max_new_tokens, draft_length, record["kind"]
+        )
         expected = [by_rule(reply, engine, max_new_tokens, draft_length) for reply in live]
         result = compare(drafted, plain, expected, own_plain)
         print_comparison(result)

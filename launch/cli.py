@@ -152,6 +152,21 @@ def build_parser() -> argparse.ArgumentParser:
     export.add_argument("--checkpoint", default="best", metavar="NAME", help="best, last or step-000500 (default best)")
     export.add_argument("--untested", action="store_true", help="export unmeasured or failed heads; the card says so")
 
+    imported = add(commands, "import", import_command, "make a run of a published head, to measure it or go on from it")
+    imported.add_argument("folder", metavar="FOLDER", help="an EAGLE-3, EAGLE or Medusa folder, a checkpoint, or a run")
+    imported.add_argument("overrides", nargs="*", metavar="key=value", help="settings that win over the recipe's")
+    imported.add_argument("--out", type=Path, required=True, metavar="RUN", help="name or folder of the new run")
+    imported.add_argument(
+        "--recipe",
+        default="eagle",
+        metavar="RECIPE",
+        help="whose target, prompts and measurements to take (default eagle)",
+    )
+    imported.epilog = (
+        "examples:\n  headstart import ./their-head --out theirs\n"
+        "  headstart import ./their-head --out theirs --recipe mine.yaml target.model=./my-target"
+    )
+
     compare = add(commands, "compare", compare_command, "compare measured heads, prompt by prompt")
     compare.add_argument(
         "runs", nargs="+", metavar="RUN", help="as for eval; the first is what the others are compared with"
@@ -278,6 +293,12 @@ def export_command(options: argparse.Namespace) -> None:
     from headstart.launch.commands import export
 
     export(options.run, options.checkpoint, options.engine, options.out, options.untested, options.overrides)
+
+
+def import_command(options: argparse.Namespace) -> None:
+    from headstart.launch.commands import import_head
+
+    import_head(options.folder, options.out, options.recipe, options.overrides)
 
 
 def compare_command(options: argparse.Namespace) -> None:

@@ -125,6 +125,29 @@ def export(run_text: str, checkpoint: str, engine: str, out: Path | None, untest
         run_export(recipe, run, checkpoint=named or checkpoint, out=out, untested=untested)
 
 
+def import_head(folder: str, out: Path, recipe_text: str, overrides: list[str]) -> None:
+    """Make a run of a head that is there already: a published folder, a checkpoint, or another run's best."""
+    path = find_recipe(recipe_text)
+    recipe = load(path, overrides).shared
+    threads = ready_process(recipe)
+    from headstart.launch.imported import imported_recipe, run_import
+    from headstart.launch.start import find_start
+
+    start = find_start(folder, Path(recipe.run.root).expanduser())
+    if start is None:
+        raise WrongInput("found no folder, expected a published head: headstart import FOLDER --out RUN")
+    under = out if out.parent != Path() else Path(recipe.run.root).expanduser() / out
+    recipe = imported_recipe(recipe, start, under)
+    run = run_folder(recipe)
+    with opened(run):
+        run.claim({"settings": training_settings(recipe), "start": start_identity(start)})
+        run.write_recipe(
+            dump_recipe(recipe, f"target, prompts and measurements of {path.name}; head of {start.folder}")
+        )
+        print(f"run {run.folder}\nthreads: {threads}")
+        run_import(recipe, path, run, start)
+
+
 def compare(run_texts: list[str], draft_length: int | None, draft: str) -> None:
     """Print the paired comparison of measured heads with the first of them; reads files only."""
     if len(run_texts) < 2:

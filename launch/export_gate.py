@@ -15,7 +15,7 @@ from headstart.heads.draft import DraftModel
 from headstart.heads.errors import WrongInput
 from headstart.heads.export.card import RECORD, RECORD_SCHEMA, write_card
 from headstart.heads.export.draft import write_draft
-from headstart.heads.export.folder import export_dtype
+from headstart.heads.export.folder import export_dtype, misleading_path
 from headstart.heads.export.limits import ENGINES, WRITERS, refuse_unservable
 from headstart.heads.export.mimo import trained_layer, write_mimo
 from headstart.heads.export.mtp import published_tensors, write_merged
@@ -106,6 +106,8 @@ def export_head(
             print(
                 f"note: rotary positions are written as trained, {rope}; the target's are {head.facts.rope_parameters}"
             )
+    if note := misleading_path(out, head.kind):
+        print(f"note: {note}")
     state = "UNTESTED head" if untested else "head"
     print(f"{state} for {engine}: {out} (its README.md has the command that serves it)")
     return out

@@ -3,6 +3,7 @@
 import json
 import shutil
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from headstart.heads.errors import WrongInput
 from headstart.heads.export.card import RECORD, RECORD_SCHEMA
 from headstart.heads.export.comparison import difference, golden, rounded
 from headstart.heads.export.eagle3 import config as eagle3_config
-from headstart.heads.export.folder import check_folder_name
+from headstart.heads.export.folder import check_folder_name, misleading_path
 from headstart.heads.export.readers.eagle3 import KEYS, OPTIONAL_KEYS, read_eagle3
 from headstart.heads.export.scheme import write_head
 from headstart.heads.settings import Eagle3Settings
@@ -345,3 +346,6 @@ def test_folder_names_that_mean_another_method_are_refused(name, tmp_path):
     check_folder_name(tmp_path / "eagle3-head", "eagle3")
     with pytest.raises(WrongInput, match="guesses"):
         check_folder_name(tmp_path / "eagle3-head", "medusa")
+    parent = Path("/runs/eagle-2/export/vllm")
+    assert "for eagle1, whatever method it is" in misleading_path(parent, "medusa")
+    assert misleading_path(parent, "eagle3") == misleading_path(Path("/runs/mine/export/vllm"), "medusa") == ""

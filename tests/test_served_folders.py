@@ -8,13 +8,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from headstart.heads.checkpoint import build_head
+from headstart.eval.settings import EvalSettings, ExportSettings
+from headstart.heads.checkpoint import build_head, save_head
 from headstart.heads.errors import WrongInput
 from headstart.heads.export.comparison import TOLERANCE, difference, golden
 from headstart.heads.export.scheme import read_served, write_head
 from headstart.heads.published import read_start
 from headstart.heads.settings import HEADS
 from headstart.heads.warm_start import take_over
+from headstart.launch.export_gate import export_head
 from tests.kinds import random_head
 
 # Kind, engine, settings: every layout, and every form that its config can tell.
@@ -200,3 +202,18 @@ def test_an_eagle_head_of_fewer_tokens_than_the_target_has_is_not_written(engine
     with pytest.raises(WrongInput, match="draft_vocab_size = 64, expected 0: the head drafts through the target's"):
         write_head(head, tmp_path / "out", engine)
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(("kind", "engine", "method"), [("eagle1", "sglang", "EAGLE"), ("medusa", "vllm", "medusa")])
+def test_the_card_serves_a_kind_by_its_method_and_says_what_it_borrows(kind, engine, method, tiny_target, tmp_path):
+    checkpoint = tmp_path / "run" / "checkpoints" / "step-000007"
+    checkpoint.mkdir(parents=True)
+    save_head(checkpoint, make_head(kind, tiny_target), step=7)
+    (checkpoint.parent / "best").write_text("step-000007\n")
+    options = (EvalSettings(draft_length=3), ExportSettings(dtype="float32"))
+    folder = export_head(tmp_path / "run", engine, tiny_target, *options, untested=True)
+    card, record = (folder / "README.md").read_text(), json.loads((folder / "headstart.json").read_text())
+    assert record["readable_by"] == [engine]
+    assert {"sglang": f"--speculative-algorithm {method}", "vllm": f'"method":"{method}"'}[engine] in card
+    assert {"eagle1": "its token embedding and its output layer", "medusa": "token_map: their ids"}[kind] in card
+    assert "taps" not in card

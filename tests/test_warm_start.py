@@ -123,7 +123,7 @@ def test_an_exported_eagle3_folder_is_read_as_a_published_one(layout, ids, flags
 def test_a_published_head_over_the_whole_table_gives_the_rows_that_can_be_drafted(prefix, tiny_target, batch, tmp_path):
     """No map; without an output layer it is the target's that counts. Some tools write `model.` before the names."""
     whole = trained("eagle3", tiny_target, torch.arange(512))
-    folder = write_eagle3(whole, tmp_path / "vllm", "vllm")
+    folder = write_head(whole, tmp_path / "vllm", "vllm")
     found = {
         name if name == "lm_head.weight" else prefix + name: tensor
         for name, tensor in load_file(folder / "model.safetensors").items()

@@ -29,6 +29,19 @@ def check_folder_name(out: Path, kind: str) -> None:
         )
 
 
+def misleading_path(out: Path, kind: str) -> str:
+    """What to say where vLLM takes the whole path for another method: it heeds the path unless told that it is EAGLE."""
+    if kind in ("eagle1", "eagle3"):
+        return ""
+    found = [text for text, meant in METHOD_SUBSTRINGS.items() if text in str(out.resolve()).lower() and meant != kind]
+    if not found:
+        return ""
+    return (
+        f"vLLM takes a head under a path with {found[0]!r} in it for {METHOD_SUBSTRINGS[found[0]]}, whatever method it is "
+        "told: serve a copy that lies elsewhere"
+    )
+
+
 def export_dtype(name: str, of_target: torch.dtype) -> str:
     """`auto` is the precision the target was loaded in: engines cast a draft to the target's dtype anyway."""
     chosen = str(of_target).removeprefix("torch.") if name == "auto" else name

@@ -1,0 +1,79 @@
+"""A head that others trained as a run of ours: a checkpoint, and held-out replies to measure it on."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from headstart.heads.checkpoint import build_head, save_head
+from headstart.heads.contract import Head
+from headstart.heads.errors import WrongInput
+from headstart.heads.settings import HEADS
+from headstart.heads.start import Start
+from headstart.heads.target import Target
+from headstart.heads.warm_start import start_problems, take_over
+from headstart.launch.run import RunFolder
+from headstart.launch.settings import Recipe
+from headstart.launch.stages import heldout_replies, target_loader
+from headstart.trainer.checkpoint import checkpoint_name, point
+from headstart.trainer.prompts import make_prompts
+from headstart.trainer.settings import TrainSettings
+
+
+def imported_recipe(recipe: Recipe, start: Start, run: Path) -> Recipe:
+    """The target, prompts and measurements of a recipe, with the head of a start and no training.
+
+    Draft lengths beyond what the head has weights for are left out.
+    """
+    settings = {"draft_vocab_size": 0, **start.settings, "init_from": str(start.folder)}
+    head = HEADS[start.kind](**settings)
+    most = head.max_depth or max(recipe.eval.draft_lengths + recipe.eval.speed_draft_lengths)
+    lengths, timed = (
+        [n for n in numbers if n <= most] or [most]
+        for numbers in (recipe.eval.draft_lengths, recipe.eval.speed_draft_lengths)
+    )
+    shown = recipe.eval.draft_length if recipe.eval.draft_length in lengths else lengths[-1]
+    trees = [tree for tree in recipe.eval.trees if len(tree) <= most]
+    return replace(
+        recipe,
+        run=replace(recipe.run, root=str(run.parent), name=run.name),
+        head=head,
+        train=TrainSettings(depth=head.max_depth or recipe.train.depth),
+        eval=replace(recipe.eval, draft_lengths=lengths, speed_draft_lengths=timed, draft_length=shown, trees=trees),
+        export=replace(recipe.export, engines=[]),
+    )
+
+
+def run_import(recipe: Recipe, recipe_path: Path, run: RunFolder, start: Start) -> None:
+    """Write the head as the run's checkpoint, and let the target answer the held-out prompts.
+
+    Raises:
+        WrongInput: everything by which the head is not one for the recipe's target.
+    """
+    targets = target_loader(recipe)
+    if problems := list(start_problems(start, recipe.head, targets.facts, targets.folder)):
+        told = "\n".join(f"  - {key}: {text}" for key, text in problems)
+        raise WrongInput(f"{start.folder} is no head for {recipe.target.model}:\n{told}")
+    checkpoint = run.checkpoints / checkpoint_name(0)
+    checkpoint.mkdir(parents=True, exist_ok=True)
+    save_head(checkpoint, started_head(recipe, targets(), start), step=0)
+    for name in ("best", "last"):
+        point(run.checkpoints, name, checkpoint)
+    print(f"{start.layout} {start.folder}: {start.kind} head, checkpoint {checkpoint}", flush=True)
+    prompts = make_prompts(recipe.prompts, run.root, recipe_path.parent, recipe.run.seed, targets)
+    run.link("prompts", prompts.folder)
+    temperature = recipe.traffic.temperature
+    replies = heldout_replies(recipe, run, targets, temperature)
+    run.link("traffic", (run.folder / f"traffic-t{temperature:g}").resolve())
+    print(f"{len(replies)} held-out replies; next: headstart eval {run.folder}")
+
+
+def started_head(recipe: Recipe, target: Target, start: Start) -> Head:
+    """The head with every tensor taken over; an output layer that is absent is the target's."""
+    ids_V = torch.arange(target.facts.num_tokens)
+    if start.draft_ids_V is not None:
+        ids_V = torch.from_numpy(start.draft_ids_V)
+    head = build_head(replace(recipe.head, init_from=start.sha256), target.facts, ids_V).to(target.device)
+    head.load_target(target, initialise=True)
+    take_over(head, start)
+    return head
