@@ -164,7 +164,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     imported.epilog = (
         "examples:\n  headstart import ./their-head --out theirs\n"
-        "  headstart import ./their-head --out theirs --recipe mine.yaml target.model=./my-target"
+        "  headstart import ./their-head target.model=./my-target --out theirs --recipe mine.yaml"
     )
 
     compare = add(commands, "compare", compare_command, "compare measured heads, prompt by prompt")
