@@ -24,6 +24,7 @@ from headstart.heads.decoder import Decoder, TextCache
 from headstart.heads.draft_base import check_tokens, open_base, read_base
 from headstart.heads.errors import WrongInput
 from headstart.heads.facts import TargetFacts
+from headstart.heads.growth import Chain, TreeSlots
 from headstart.heads.layers import Projection, Rotary
 from headstart.heads.lora import adapt, is_adapter, merge, plain_name
 from headstart.heads.settings import DraftSettings
@@ -184,38 +185,26 @@ class DraftModel(Head):
 
     def draft(self, state: DraftTextState, depth: int, sampler: Sampler = greedy) -> Draft:
         self._read_fresh(state)
-        state_BH, num_rows = state.last_BH, len(state.length_B)
-        tokens = [self.draft_ids_V.new_zeros(num_rows, 0)]
-        logits = [state_BH.new_zeros(num_rows, 0, len(self.draft_ids_V))]
+        state_BH = state.last_BH
+        chain = Chain(self.draft_ids_V, state_BH)
         for j in range(depth):
             if j > 0:
-                state_BH = self._feed(state, tokens[-1], state.length_B[:, None] + j - 1)[:, 0]
+                state_BH = self._feed(state, chain.token_B[:, None], state.length_B[:, None] + j - 1)[:, 0]
             state.num_drafts_read = j
-            logits_BV = self.logits(state_BH)
-            chosen_B = sampler(logits_BV)
-            if chosen_B is None:
+            if not chain.extend(self.logits(state_BH), sampler):
                 break
-            logits.append(logits_BV[:, None])
-            tokens.append(self.draft_ids_V[chosen_B][:, None])
-        return Draft(torch.cat(tokens, dim=1), torch.cat(logits, dim=1))
+        return chain.draft()
 
     def draft_tree(self, state: DraftTextState, grow: Grow) -> None:
         self._read_fresh(state)
         state.num_drafts_read = 0  # nodes lie side by side: those that are kept are read again
-        row_B1 = torch.arange(len(state.length_B), device=self.device)[:, None]
-        slot_L = torch.arange(state.caches[0].key_BGLD.shape[2], device=self.device)
-        visible_BWL = (slot_L < state.length_B[:, None])[:, None]
-        state_BWH, depth, num_slots = state.last_BH[:, None], 0, int(state.length_B.max())
-        first_B1 = state.length_B[:, None]  # free slot of the level's first node
+        state_BWH, depth = state.last_BH[:, None], 0
+        slots = TreeSlots(state.length_B, state.caches[0].key_BGLD.shape[2])
         while (level := grow(self.logits(state_BWH))) is not None:
-            width = level.index_BW.shape[1]
-            slot_BW = first_B1 + torch.arange(width, device=self.device)
-            visible_BWL = visible_BWL[row_B1, level.parent_BW].scatter(2, slot_BW[:, :, None], True)
-            num_slots, first_B1 = num_slots + width, first_B1 + width
+            slot_BW, visible_BWL = slots.place(level)
             position_BW = (state.length_B[:, None] + depth).expand_as(slot_BW)
             embedded_BWH = self.embed(self.draft_ids_V[level.index_BW])
-            seen_BWL = visible_BWL[:, :, :num_slots]
-            state_BWH = self.model.feed(embedded_BWH, position_BW, slot_BW, seen_BWL, state.caches)
+            state_BWH = self.model.feed(embedded_BWH, position_BW, slot_BW, visible_BWL, state.caches)
             depth += 1
 
     def _read_fresh(self, state: DraftTextState) -> None:

@@ -28,6 +28,7 @@ from torch.nn import functional
 from headstart.heads.batch import Batch, supervised_pairs
 from headstart.heads.contract import Draft, Grow, Head, Rollout, Sampler, greedy
 from headstart.heads.facts import TargetFacts
+from headstart.heads.growth import Chain
 from headstart.heads.layer_head import LayerHead
 from headstart.heads.layers import Rotary, attend_level, attend_paths
 from headstart.heads.mtp_layer import MTPHead, MTPLayer
@@ -159,17 +160,12 @@ class MTPModules(MTPHead):
     def draft(self, state: ModulesState, depth: int, sampler: Sampler = greedy) -> Draft:
         self._check(depth)
         nodes = self._window(state, depth)
-        tokens = [self.draft_ids_V.new_zeros(len(nodes.row_N), 0)]
-        logits = [nodes.hidden_NTH.new_zeros(len(nodes.row_N), 0, len(self.draft_ids_V))]
+        chain = Chain(self.draft_ids_V, nodes.hidden_NTH)
         for module in range(depth):
-            logits_BV = self._step(state, nodes, module)
-            chosen_B = sampler(logits_BV)
-            if chosen_B is None:
+            if not chain.extend(self._step(state, nodes, module), sampler):
                 break
-            logits.append(logits_BV[:, None])
-            tokens.append(self.draft_ids_V[chosen_B][:, None])
-            nodes.token_NU[nodes.row_N, state.num_waiting_B + module] = tokens[-1].squeeze(1)
-        return Draft(torch.cat(tokens, dim=1), torch.cat(logits, dim=1))
+            nodes.token_NU[nodes.row_N, state.num_waiting_B + module] = chain.token_B
+        return chain.draft()
 
     def draft_tree(self, state: ModulesState, grow: Grow) -> None:
         nodes = self._window(state, len(self.layers))

@@ -14,6 +14,7 @@ from torch.nn import functional
 
 from headstart.heads.contract import Draft, Grow, Head, Sampler, greedy
 from headstart.heads.facts import TargetFacts
+from headstart.heads.growth import Chain, TreeSlots
 
 
 @dataclass
@@ -94,44 +95,29 @@ class RecyclingHead(EmbeddingHead):
     def draft(self, state: DraftState, depth: int, sampler: Sampler = greedy) -> Draft:
         self._read_fresh(state)
         hidden_BH, position_B = state.last_BH, state.length_B - 1
-        num_rows, num_ids = len(hidden_BH), len(self.draft_ids_V)
-        tokens = [self.draft_ids_V.new_zeros(num_rows, 0)]
-        logits = [hidden_BH.new_zeros(num_rows, 0, num_ids)]
+        chain = Chain(self.draft_ids_V, hidden_BH)
         for j in range(depth):
             if j > 0:
-                hidden_BH = self._step(state, hidden_BH, tokens[-1].squeeze(1), position_B + j)
+                hidden_BH = self._step(state, hidden_BH, chain.token_B, position_B + j)
             normed_BH = self.norm(hidden_BH)
-            logits_BV = self.logits(normed_BH)
-            chosen_B = sampler(logits_BV)
-            if chosen_B is None:
+            if not chain.extend(self.logits(normed_BH), sampler):
                 break
-            logits.append(logits_BV[:, None])
-            tokens.append(self.draft_ids_V[chosen_B][:, None])
             if self.norm_output:
                 hidden_BH = normed_BH
-        return Draft(torch.cat(tokens, dim=1), torch.cat(logits, dim=1))
+        return chain.draft()
 
     def draft_tree(self, state: DraftState, grow: Grow) -> None:
         self._read_fresh(state)
-        hidden_BWH = state.last_BH[:, None]
-        num_rows, num_slots = len(hidden_BWH), int(state.length_B.max())
-        slot_L = torch.arange(state.key_BGLD.shape[2], device=self.device)
-        visible_BWL = (slot_L < state.length_B[:, None])[:, None]
-        row_B1 = torch.arange(num_rows, device=self.device)[:, None]
-        depth, first_B1 = 0, state.length_B[:, None]  # nodes lie side by side from the first free slot on
+        hidden_BWH, depth = state.last_BH[:, None], 0
+        slots = TreeSlots(state.length_B, state.key_BGLD.shape[2])
         while (level := grow(self.logits(self.norm(hidden_BWH)))) is not None:
             depth += 1
             if self.norm_output:
                 hidden_BWH = self.norm(hidden_BWH)
-            width = level.index_BW.shape[1]
-            slot_BW = first_B1 + torch.arange(width, device=self.device)
-            visible_BWL = visible_BWL[row_B1, level.parent_BW].scatter(2, slot_BW[:, :, None], True)
-            num_slots, first_B1 = num_slots + width, first_B1 + width
             hidden_BWH = self._step_level(
                 state,
-                hidden_BWH[row_B1, level.parent_BW],
+                hidden_BWH[slots.row_B1, level.parent_BW],
                 self.draft_ids_V[level.index_BW],
                 state.length_B[:, None] - 1 + depth,
-                slot_BW,
-                visible_BWL[:, :, :num_slots],
+                *slots.place(level),
             )

@@ -18,6 +18,7 @@ from torch.nn import functional
 from headstart.heads.batch import Batch, supervised_pairs
 from headstart.heads.contract import Draft, Grow, Head, Rollout, Sampler, greedy
 from headstart.heads.facts import TargetFacts
+from headstart.heads.growth import Chain
 from headstart.heads.layers import Projection
 from headstart.heads.settings import SlotSettings
 
@@ -102,18 +103,13 @@ class SlotHead(Head):
     def draft(self, state: SlotState, depth: int, sampler: Sampler = greedy) -> Draft:
         self._check(depth)
         hidden, token_B = self.begin(state.feature_BH), state.token_B
-        tokens = [self.draft_ids_V.new_zeros(len(token_B), 0)]
-        logits = [hidden.new_zeros(len(token_B), 0, len(self.draft_ids_V))]
+        chain = Chain(self.draft_ids_V, hidden)
         for j in range(depth):
             state_BH, hidden = self.step(j, hidden, token_B)
-            logits_BV = self.logits(state_BH, j)
-            chosen_B = sampler(logits_BV)
-            if chosen_B is None:
+            if not chain.extend(self.logits(state_BH, j), sampler):
                 break
-            token_B = self.draft_ids_V[chosen_B]
-            logits.append(logits_BV[:, None])
-            tokens.append(token_B[:, None])
-        return Draft(torch.cat(tokens, dim=1), torch.cat(logits, dim=1))
+            token_B = chain.token_B
+        return chain.draft()
 
     def draft_tree(self, state: SlotState, grow: Grow) -> None:
         hidden, token_BW = self.begin(state.feature_BH)[:, None], state.token_B[:, None]
