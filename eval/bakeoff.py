@@ -1,9 +1,10 @@
 """bakeoff.json: heads of one target side by side, from the files of their own runs. Nothing is measured, no model loaded.
 
     {"schema":"headstart.bakeoff/1","target":..,"prompts":..,"sampling":..,"hardware":..,
-     "rule":{"name":"equal_tokens|equal_time","num_tokens"},"draft_length","num_prompts","best":"eagle3","rows":[{"variant","run","kind","checkpoint","num_steps","num_tokens",
-       "num_parameters","accept_len":{..},"conditional":[{..}],"against_best":{"ratio":{..},"p","verdict"},"against_ngram":{..},
-       "above_ngram":true,"speed":{"draft_length","concurrency","tokens_per_s","speedup":{..},"predicted_speedup","cost_ratio"},
+     "rule":{"name":"equal_tokens|equal_time","num_tokens"},"draft_length","num_prompts","best":"eagle3",
+     "rows":[{"variant","run","kind","checkpoint","num_steps","num_tokens","num_parameters",
+       "accept_len":{..},"conditional":[{..}],"against_best":{"ratio":{..},"p","verdict"},"against_ngram":{..},"above_ngram":true,
+       "speed":{"draft_length","concurrency","tokens_per_s","speedup":{..},"predicted_speedup","cost_ratio"},
        "train_seconds","eval_seconds","engines":[..],"failed":null}],
      "ngram":{"accept_len","conditional","speed"},
      "seconds":{"prompts","traffic","features","shared","heads","one_pass","apart","share"}}
@@ -13,12 +14,11 @@ prompt. The best is the one with the largest accept_len of these prompts, so a h
 """
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
-
-from safetensors import safe_open
 
 from headstart.eval.compare import Comparison, compare_whole
 from headstart.eval.gate import of_checkpoint, read_evals
@@ -26,6 +26,7 @@ from headstart.eval.prompt_sums import PromptSums, read_lookup_sums, read_sums
 from headstart.eval.report import best_speeds
 from headstart.eval.summary import find_rows
 from headstart.heads.description import WEIGHTS
+from headstart.heads.start import stored_tensors
 from headstart.heads.store import MANIFEST, MANIFEST_SCHEMA, read_json
 
 SCHEMA = "headstart.bakeoff/1"
@@ -162,14 +163,7 @@ def num_parameters(run: Path, checkpoint: dict[str, Any]) -> int | None:
     file = run / "checkpoints" / f"step-{checkpoint['step'] or 0:06d}" / WEIGHTS
     if not file.exists():
         return None
-    total = 0
-    with safe_open(file, framework="np") as tensors:
-        for name in set(tensors.keys()) - {"draft_ids"}:
-            size = 1
-            for length in tensors.get_slice(name).get_shape():
-                size *= length
-            total += size
-    return total
+    return sum(math.prod(tensor.shape) for name, tensor in stored_tensors([file]).items() if name != "draft_ids")
 
 
 def train_seconds(metrics: Path, num_steps: int) -> float | None:
@@ -212,10 +206,8 @@ def stage_seconds(folder: Path, rows: Sequence[dict[str, Any]]) -> dict[str, flo
     traffic, features = (read_manifest(folder / name) for name in ("traffic", "features"))
     if traffic and features and features["made_by"]["started"] < (traffic["made_by"]["finished"] or "9"):
         shared["features"] = 0.0
-    once, heads = (
-        added(list(shared.values())),
-        added([row[f"{name}_seconds"] for row in rows for name in ("train", "eval")]),
-    )
+    once = added(list(shared.values()))
+    heads = added([row[f"{name}_seconds"] for row in rows for name in ("train", "eval")])
     one_pass, apart = added([once, heads]), added([once] * len(rows) + [heads])
     share = one_pass / apart if one_pass is not None and apart else None
     return {**shared, "shared": once, "heads": heads, "one_pass": one_pass, "apart": apart, "share": share}

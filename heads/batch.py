@@ -6,6 +6,7 @@ the label of (t, j) is x_{t+2+j} = `next_token_T[t+1+j]`, its teacher is the tar
 """
 
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -34,6 +35,11 @@ class Batch:
     def num_tokens(self) -> int:
         """Real slots (no filler), prompts included."""
         return self.offsets[-1]
+
+    @property
+    def longest(self) -> int:
+        """Slots of the longest path; 1 where there is no path."""
+        return max((end - begin for begin, end in pairwise(self.offsets)), default=1)
 
     def to(self, device: torch.device | str) -> "Batch":
         moved: dict[str, Any] = {k: v.to(device) for k, v in vars(self).items() if isinstance(v, Tensor)}

@@ -37,6 +37,8 @@ KINDS: dict[str, type[Head]] = {
     "mtp": MTP,
 }
 
+DAMAGED = "The checkpoint is damaged: use another one of the run (checkpoints/last and best name them), or train again."
+
 
 def build_head(settings: HeadSettings, facts: TargetFacts, draft_ids_V: torch.Tensor) -> Head:
     """A new head of `settings.kind` with random weights."""
@@ -79,7 +81,7 @@ def load_head(folder: Path, target: Any, check_fingerprint: bool = True) -> Head
     tensors = read_tensors(folder / WEIGHTS)
     draft_ids_V = tensors.pop("draft_ids", torch.empty(0, dtype=torch.int64))
     if hash_ids(draft_ids_V.numpy()) != description["draft_ids_sha256"]:
-        raise WrongInput(f"{folder}: the vocabulary map in {WEIGHTS} is not the one {DESCRIPTION} names.")
+        raise WrongInput(f"{folder}: the vocabulary map in {WEIGHTS} is not the one {DESCRIPTION} names.\n{DAMAGED}")
     head = build_head(HEADS[description["kind"]](**description["settings"]), facts, draft_ids_V)
     if head.base and (differing := _differing(TargetFacts.from_dict(description["base"]), head.base)):
         raise WrongInput(
@@ -90,7 +92,9 @@ def load_head(folder: Path, target: Any, check_fingerprint: bool = True) -> Head
     missing, left_over = sorted(expected.keys() - tensors.keys()), sorted(tensors.keys() - expected.keys())
     misshapen = sorted(k for k in expected.keys() & tensors.keys() if expected[k].shape != tensors[k].shape)
     if missing or left_over or misshapen:
-        raise WrongInput(f"{folder}: tensors missing {missing}, unexpected {left_over}, of another shape {misshapen}.")
+        raise WrongInput(
+            f"{folder}: tensors missing {missing}, unexpected {left_over}, of another shape {misshapen}.\n{DAMAGED}"
+        )
     with torch.no_grad():
         for name, parameter in expected.items():
             parameter.copy_(tensors[name])
@@ -127,10 +131,7 @@ def read_tensors(file: Path) -> dict[str, torch.Tensor]:
     try:
         return load_file(file)
     except (OSError, SafetensorError) as error:
-        raise WrongInput(
-            f"{file}: found no whole safetensors file ({error}).\nThe checkpoint is damaged: use another one of the run "
-            "(checkpoints/last and checkpoints/best name them), or train again."
-        ) from None
+        raise WrongInput(f"{file}: found no whole safetensors file ({error}).\n{DAMAGED}") from None
 
 
 def write_tensors(file: Path, tensors: dict[str, torch.Tensor], metadata: dict[str, str] | None = None) -> None:

@@ -62,9 +62,7 @@ class Head(nn.Module, ABC):
     """What is trained: a draft of any kind for one frozen target."""
 
     kind: ClassVar[str]
-    reads: ClassVar[
-        Literal["taps", "final", "text"]
-    ]  # this kind's feature, of the target's states; of text there is none
+    reads: ClassVar[Literal["taps", "final", "text"]]  # its feature, of the target's states; of text there is none
     exports_frozen: ClassVar[bool] = False  # an exported folder is whole: it holds frozen tensors too
     settings: Any  # the dataclass of this kind in heads/settings.py
     facts: TargetFacts

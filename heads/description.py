@@ -31,6 +31,6 @@ def read_description(folder: Path) -> dict[str, Any]:
     if unknown := sorted(description["settings"].keys() - known):
         raise WrongInput(
             f"{file}: found the settings {', '.join(unknown)}, which a {description['kind']} head of this version has not: "
-            "it was edited, or trained by another version."
+            "it was edited, or trained by another version.\nLoad it with that version, or train again."
         )
     return description

@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from headstart.heads.errors import WrongInput
 from headstart.heads.facts import TargetFacts, default_taps
 from headstart.heads.layer_head import Attention, Layer, LayerHead
 from headstart.heads.layers import GatedMLP, Projection, RMSNorm
 from headstart.heads.settings import Eagle3Settings
+from headstart.heads.target_facts import check_taps
 
 
 class Eagle3Layer(Layer):
@@ -42,9 +42,7 @@ class Eagle3(LayerHead):
     def __init__(self, settings: Eagle3Settings, facts: TargetFacts, draft_ids_V: Tensor) -> None:
         super().__init__(settings, facts, draft_ids_V)
         self.taps = sorted(set(settings.taps)) or default_taps(facts.num_layers)
-        wrong = [tap for tap in self.taps if not 0 <= tap <= facts.num_layers]
-        if wrong:
-            raise WrongInput(f"head.taps: {wrong} out of range; {facts.name!r} has taps 0..{facts.num_layers}.")
+        check_taps(facts.name, self.taps, facts.num_layers)
         width, eps = facts.hidden_size, facts.rms_norm_eps
         self.fc = Projection(len(self.taps) * width, width)
         self.fc_norm = nn.ModuleList(RMSNorm(width, eps) for _ in self.taps) if settings.fc_norm else None

@@ -26,9 +26,7 @@ class TargetFacts:
     llama_like: bool = True  # layers of RMS norm, rotary attention, RMS norm and a gated MLP with silu, but for:
     layer_biases: list[str] = field(default_factory=list)  # projections of a layer that have a bias
     query_key_norm: bool = False  # queries and keys are normed, each head by itself
-    shipped: dict[str, Any] = field(
-        default_factory=dict
-    )  # MTP layer in its files: family and config (`heads/shipped.py`)
+    shipped: dict[str, Any] = field(default_factory=dict)  # MTP layer in its files, as `heads/shipped.py` says it
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)

@@ -79,8 +79,7 @@ class LayerHead(RecyclingHead):
         layer, attention = self.layer, self.layer.self_attn
         feature_TH = self.fuse(self.features(batch.taps_TF, batch.final_TH))
         x_TI, _ = self.read(self.embed(batch.next_token_T, batch.position_T), feature_TH)
-        longest = max((end - begin for begin, end in zip(batch.offsets, batch.offsets[1:], strict=False)), default=1)
-        cos_L, sin_L = self.rotary.tables(longest + depth, feature_TH.device)
+        cos_L, sin_L = self.rotary.tables(batch.longest + depth, feature_TH.device)
         key_TGD, value_TGD = attention.key_value(x_TI)
         key_TGD = self.rotary(key_TGD, cos_L[batch.position_T], sin_L[batch.position_T])
         boundaries = torch.tensor(batch.offsets, device=start_S.device)

@@ -108,8 +108,7 @@ class MTPModules(MTPHead):
         num_slots = batch.num_tokens
         slot_T = torch.arange(num_slots, device=start_S.device)
         position_T = batch.position_T[:num_slots]
-        longest = max((end - begin for begin, end in zip(batch.offsets, batch.offsets[1:], strict=False)), default=1)
-        cos_T, sin_T = (table_L[position_T] for table_L in self.rotary.tables(longest, start_S.device))
+        cos_T, sin_T = (table_L[position_T] for table_L in self.rotary.tables(batch.longest, start_S.device))
         hidden_TH = self.fuse(batch.final_TH[:num_slots])
         states = []
         for module in range(depth):

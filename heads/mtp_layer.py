@@ -55,9 +55,7 @@ class MTPHead(EmbeddingHead):
 
     @torch.no_grad()
     def load_target(self, target: Any, initialise: bool) -> None:
-        self.embedding_VH = target.embedding_weight().detach()
-        self.lm_head.weight.copy_(target.output_weight()[self.draft_ids_V.to(target.device)])
-        self.first_values["lm_head.weight"] = "target's output rows"
+        self.borrow(target, self.lm_head)
         if initialise and self.settings.init_from_target:
             for index in range(len(self.layers)):
                 self._start_from(target, index)

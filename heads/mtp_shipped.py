@@ -54,9 +54,7 @@ class MTPShipped(RecyclingHead):
     @torch.no_grad()
     def load_target(self, target: Any, initialise: bool) -> None:
         """The target's ends and the layer's buffers; a new head is the shipped layer itself."""
-        self.embedding_VH = target.embedding_weight().detach()
-        self.lm_head.weight.copy_(target.output_weight()[self.draft_ids_V.to(target.device)])
-        self.first_values["lm_head.weight"] = "target's output rows"
+        self.borrow(target, self.lm_head)
         tensors: dict[str, Tensor] = {f"block.{name}": buffer for name, buffer in self.block.named_buffers()}
         if initialise:
             tensors |= self.trained_tensors()

@@ -271,22 +271,17 @@ def ids_of_offsets(d2t_V: np.ndarray, t2d: np.ndarray | None, vocab: int) -> tup
     ids_V = place_V + d2t_V.astype(np.int64)
     rising = bool((np.diff(ids_V) > 0).all())
     absolute = bool((np.diff(d2t_V) > 0).all()) and bool(len(d2t_V) > 1)
-    marked = None if t2d is None else np.flatnonzero(t2d)
-    if (
-        rising
-        and ids_V[0] >= 0
-        and ids_V[-1] < vocab
-        and (absolute if marked is None else not np.array_equal(marked, ids_V))
-    ):
-        cause = (
-            "t2d marks others" if marked is not None else "they may be the ids themselves, and no t2d is there to tell"
-        )
-        return None, [
-            f"found values in d2t that are no offsets for certain ({cause}), expected target id = index + d2t[index]"
-        ]
     if not rising or ids_V[0] < 0 or ids_V[-1] >= vocab:
         text = f"found values in d2t by which draft ids would stand for {ids_V.min()} .. {ids_V.max()}"
         text += "" if rising else ", not ascending"
         hint = "; these are the ids themselves" if absolute and d2t_V[-1] < vocab else ""
         return None, [f"{text}{hint}; expected offsets: target id = index + d2t[index], within 0 .. {vocab - 1}"]
+    doubt = ""
+    if t2d is not None and not np.array_equal(np.flatnonzero(t2d), ids_V):
+        doubt = "t2d marks others"
+    elif t2d is None and absolute:
+        doubt = "they may be the ids themselves, and no t2d is there to tell"
+    if doubt:
+        text = f"found values in d2t that are no offsets for certain ({doubt}), expected target id = index + d2t[index]"
+        return None, [text]
     return ids_V, []

@@ -15,6 +15,7 @@ from torch.nn import functional
 from headstart.heads.contract import Draft, Grow, Head, Sampler, greedy
 from headstart.heads.facts import TargetFacts
 from headstart.heads.growth import Chain, TreeSlots
+from headstart.heads.layers import Projection
 
 
 @dataclass
@@ -47,6 +48,13 @@ class EmbeddingHead(Head):
     def embed(self, tokens: Tensor, position: Tensor) -> Tensor:
         """Embeddings [.., H] of tokens that stand at rotary positions [..]; kinds may treat a position apart."""
         return functional.embedding(tokens, self.embedding_VH).to(self.dtype)
+
+    @torch.no_grad()
+    def borrow(self, target: Any, output: Projection) -> None:
+        """The target's embedding and, for kinds with a frozen `lm_head`, its rows of the draft vocabulary."""
+        self.embedding_VH = target.embedding_weight().detach()
+        output.weight.copy_(target.output_weight()[self.draft_ids_V.to(target.device)])
+        self.first_values["lm_head.weight"] = "target's output rows"
 
     @torch.no_grad()
     def copy(self, name: str, found: Tensor | None, origin: str, columns: slice = slice(None)) -> None:

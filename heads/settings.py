@@ -172,7 +172,6 @@ class DraftSettings(HeadSettings):
     """Decoder layers kept of that model, ascending. Empty: all, of the target an eighth from the first to the last."""
     train_output: bool = False
     """Train an output layer of its own, which starts as the model's; false keeps the model's, frozen."""
-
     lora_rank: Count = 0
     """Rank of adapters trained beside the frozen layers (LoRA, arXiv 2106.09685); 0 trains the layers themselves."""
 

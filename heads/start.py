@@ -49,9 +49,7 @@ class Start:
     tensors: dict[str, StoredTensor]  # by the names that a head of ours gives its trained tensors
     draft_ids_V: np.ndarray | None = None  # int64, ascending target ids; None where the output layer covers them all
     embedding: StoredTensor | None = None  # its copy of the target's embedding, which ours borrows
-    base: dict[str, str] | None = (
-        None  # fingerprint of the model whose frozen tensors it stands on, where not the target
-    )
+    base: dict[str, str] | None = None  # fingerprint of the model that frozen tensors are of, where not the target
     optional: tuple[str, ...] = ()  # trained tensors that may be absent: they stay as a new head has them
 
     @cached_property

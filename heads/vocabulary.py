@@ -44,7 +44,9 @@ def choose_draft_vocabulary(
         )
     always = always_drafted(facts)
     if size < len(always):
-        raise WrongInput(f"{setting} = {size} is too small: {len(always)} special and stop tokens are always in.")
+        raise WrongInput(
+            f"{setting} = {size} is too small: {len(always)} special and stop tokens are always in. Ask for more, or for 0."
+        )
     chosen = np.zeros(facts.num_tokens, dtype=bool)
     chosen[always] = True
     counts = counts_V[: facts.num_tokens].astype(np.int64)

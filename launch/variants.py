@@ -195,9 +195,8 @@ def dump(loaded: Loaded, comment: str) -> str:
     if loaded.variants:
         values = {name: value for name, value in values.items() if name not in OWN}
         own = {name: dataclasses.asdict(recipe) for name, recipe in loaded.variants.items()}
-        if (
-            loaded.bakeoff.rule == "equal_time"
-        ):  # the budget; what was rehearsed is in the recipes of the variants' runs
+        if loaded.bakeoff.rule == "equal_time":
+            # The budget: what was rehearsed is in the recipes of the variants' runs.
             for every in own.values():
                 every["train"]["num_steps"] = loaded.shared.train.num_steps
         values[BAKEOFF] = dataclasses.asdict(loaded.bakeoff)

@@ -6,6 +6,7 @@ it is drawn from U(-a, a) * 512 / S. The teacher and the states that the loss co
 
 import hashlib
 from dataclasses import replace
+from itertools import pairwise
 from typing import Literal
 
 import numpy as np
@@ -26,7 +27,7 @@ def noisy(batch: Batch, reads: Literal["taps", "final", "text"], amplitude: floa
     name = "taps_TF" if reads == "taps" else "final_TH"
     clean = getattr(batch, name)
     noise = torch.zeros(clean.shape)
-    for prompt_id, begin, end in zip(batch.prompt_ids, batch.offsets, batch.offsets[1:], strict=False):
+    for prompt_id, (begin, end) in zip(batch.prompt_ids, pairwise(batch.offsets), strict=True):
         digest = hashlib.sha256(f"{seed}/{step}/{prompt_id}".encode()).digest()
         drawn = np.random.default_rng(list(digest)).uniform(-1, 1, (end - begin, clean.shape[1]))
         noise[begin:end] = torch.from_numpy(drawn) * (amplitude * FULL_LENGTH / (end - begin))

@@ -79,7 +79,7 @@ class FeatureSettings:
     """How the target's states reach training."""
 
     mode: Literal["cache"] = "cache"
-    """`cache`: packed bf16 shards on disk."""
+    """`cache`: packed shards on disk, made once."""
 
 
 @dataclass(frozen=True)
