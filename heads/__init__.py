@@ -1,1 +1,12 @@
-"""What a draft head is: the contract, the kinds, the frozen target, recorded paths and export."""
+"""What is trained, and what it is trained for. Every file here, by what it is about:
+
+the contract        contract, batch, growth, tree, vocabulary, settings, rules
+a kind each         eagle3, eagle1, medusa, hydra, mlp
+of several files    draft, draft_base, decoder, lora; mtp, mtp_layer, mtp_shipped, shipped
+shared by kinds     layer_head, recycling_head, slot_head, layers
+a head on disk      checkpoint, description; another one to begin with: start, published, warm_start; for engines: export
+the frozen target   target, target_facts, target_probe, facts, llama_body, packed, cache, precision, sampling
+its folder          builtin, smollm2, tiny, model_folder, model_files
+what it said        paths, features
+and for all rooms   store, errors, intervals
+"""

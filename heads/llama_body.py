@@ -2,7 +2,7 @@
 
 The same arithmetic as transformers' modules in fewer, larger operations: query, key and value in one product, gate,
 product and residual sums fused into their products, no key/value copies for grouped queries, one mask a pass. What it
-returns is checked against the model's own forward at load (`target.check_probe`).
+returns is checked against the model's own forward at load (`target_probe.py`).
 
     h = h + o(attention(rope(q, k), v))        q, k, v = qkv(norm(h))
     h = h + down(silu(gate(x)) * up(x))        x = norm(h)

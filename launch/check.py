@@ -42,15 +42,6 @@ class Checked:
     starts: dict[str, Start]
     """The heads that heads start from, by variant; the only head has no name."""
 
-    @property
-    def start(self) -> Start | None:
-        return self.starts.get("")
-
-
-def check_recipe(recipe: Recipe, path: Path, overrides: list[str], render: bool = True) -> Checked:
-    """`check_loaded` of a recipe for one head."""
-    return check_loaded(Loaded(recipe), path, overrides, render)
-
 
 def check_loaded(
     loaded: Loaded, path: Path, overrides: list[str], render: bool = True, need_weights: bool = True, here: bool = True

@@ -10,7 +10,7 @@ import pytest
 
 from headstart.heads.builtin import resolve_model
 from headstart.heads.errors import WrongInput
-from headstart.launch.check import check_loaded, check_recipe, skip_lines
+from headstart.launch.check import check_loaded, skip_lines
 from headstart.launch.recipe import built_in_recipes, find_recipe, load_recipe
 from headstart.launch.variants import load
 
@@ -19,7 +19,7 @@ SCRIPTS = Path(sys.executable).parent
 
 def problems_of(path: Path, *overrides: str) -> str:
     with pytest.raises(WrongInput) as caught:
-        check_recipe(load_recipe(path, overrides), path, list(overrides))
+        check_loaded(load(path, overrides), path, list(overrides))
     return str(caught.value)
 
 
@@ -46,7 +46,7 @@ NAMES = ("old songs", "a blue atlas", "your notes", "the second book", "this lis
 
 
 def test_own_prompts_on_the_tiny_target_are_fine(recipe: Path) -> None:
-    checked = check_recipe(load_recipe(recipe), recipe, [])
+    checked = check_loaded(load(recipe), recipe, [])
     assert checked.target.facts.num_layers == 4
     assert len(checked.prompt_tokens) == len(checked.prompts.prompts) == 7
 
@@ -63,7 +63,7 @@ def test_an_export_needs_figures_that_are_proved(recipe: Path) -> None:
     bad = "traffic.eval_dtype=bfloat16"
     assert "export.engines: found ['vllm'] with traffic.eval_dtype = bfloat16" in problems_of(recipe, bad)
     for overrides in ([bad, "export.engines=[]"], ["traffic.temperature=0.7"]):
-        check_recipe(load_recipe(recipe, overrides), recipe, overrides)
+        check_loaded(load(recipe, overrides), recipe, overrides)
 
 
 def test_what_would_fail_after_hours_is_found_before(recipe: Path) -> None:
@@ -80,7 +80,7 @@ def test_a_kind_without_a_writer_is_trained_and_not_exported(recipe: Path) -> No
     assert "export.engines: vllm: found no writer for heads of kind 'hydra' yet (there are: eagle3 for vllm, " in text
     assert "set it to []" in text
     overrides = [*hydra, "export.engines=[]"]
-    check_recipe(load_recipe(recipe, overrides), recipe, overrides)
+    check_loaded(load(recipe, overrides), recipe, overrides)
 
 
 def test_a_draft_model_that_is_not_there_or_speaks_otherwise_is_found_before(recipe: Path, tmp_path: Path) -> None:
@@ -184,7 +184,7 @@ def test_every_launcher_reads_the_recipe_and_takes_the_same_threads(command: lis
 def test_check_names_the_rows_it_skips(recipe: Path) -> None:
     with (recipe.parent / "mine.jsonl").open("a") as rows:
         rows.write('{"prompt": ""}\n' + '{"text": 1}\n' * 12)
-    lines = skip_lines(check_recipe(load_recipe(recipe), recipe, []).prompts)
+    lines = skip_lines(check_loaded(load(recipe), recipe, []).prompts)
     assert "mine.jsonl:7: an empty user turn" in lines[0]
     assert "mine.jsonl:8: no messages and no prompt" in lines[1]
     assert lines[-1] == "and 3 more are skipped; a run lists all of them"

@@ -1,6 +1,7 @@
 """Imports point one way: launch -> trainer -> eval -> heads; nothing happens on import."""
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -30,6 +31,14 @@ def test_a_room_imports_only_from_those_below_it(room: str) -> None:
     above = set(ORDER[: ORDER.index(room)])
     offenders = {str(path.relative_to(ROOT)): imported_rooms(path) & above for path in (ROOT / room).rglob("*.py")}
     assert {path: rooms for path, rooms in offenders.items() if rooms} == {}
+
+
+def test_the_room_of_heads_says_where_each_of_its_files_belongs() -> None:
+    folder = ROOT / "heads"
+    text = ast.get_docstring(ast.parse((folder / "__init__.py").read_text(encoding="utf-8"))) or ""
+    named = re.findall(r"\w+", " ".join(line[20:] for line in text.splitlines()[2:]))
+    files = {path.stem for path in folder.glob("*.py")} - {"__init__"}
+    assert sorted(files) == sorted(name for name in named if (folder / f"{name}.py").exists())
 
 
 def test_settings_import_no_torch() -> None:

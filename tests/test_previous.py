@@ -135,8 +135,8 @@ def test_a_previous_head_is_found_by_run_checkpoint_or_export(tiny_target, run, 
 
 
 def test_a_previous_head_that_is_missing_is_a_finding_of_check(tmp_path: Path):
-    from headstart.launch.check import check_recipe
-    from headstart.launch.recipe import load_recipe
+    from headstart.launch.check import check_loaded
+    from headstart.launch.variants import load
 
     (tmp_path / "mine.jsonl").write_text("".join(f'{{"prompt": "Count to {n} in words."}}\n' for n in range(40, 46)))
     path = tmp_path / "mine.yaml"
@@ -144,10 +144,10 @@ def test_a_previous_head_that_is_missing_is_a_finding_of_check(tmp_path: Path):
         "target: {model: tiny}\nprompts: {sources: [mine.jsonl], heldout: mine.jsonl}\n"
         "traffic: {max_new_tokens: 16}\nhead: {draft_vocab_size: 128}\neval: {previous: ./older}\n"
     )
-    recipe = load_recipe(path)
-    assert recipe.eval.previous == str(tmp_path / "older")
+    loaded = load(path)
+    assert loaded.shared.eval.previous == str(tmp_path / "older")
     with pytest.raises(WrongInput, match=r"mine.yaml:5: eval.previous: .*older: found no run"):
-        check_recipe(recipe, path, [], render=False)
+        check_loaded(loaded, path, [], render=False)
 
 
 def test_a_session_follows_the_taps_of_its_target(tiny_target, recorded, run):

@@ -15,11 +15,12 @@ from headstart.heads.errors import WrongInput
 from headstart.heads.export.scheme import write_head
 from headstart.heads.published import read_start
 from headstart.heads.warm_start import start_problems, take_over
-from headstart.launch.check import check_recipe
+from headstart.launch.check import check_loaded
 from headstart.launch.commands import start_identity, training_settings
 from headstart.launch.recipe import dump_recipe, load_recipe
 from headstart.launch.run import RunFolder
 from headstart.launch.stages import new_head
+from headstart.launch.variants import load
 from headstart.trainer.checkpoint import pointed
 from headstart.trainer.metrics import METRICS, read_metrics
 from tests.kinds import FORMS, make_settings, random_head, rollout_logits
@@ -62,9 +63,9 @@ def write_recipe(folder: Path, text: str, model: str = "tiny") -> Path:
 def started(folder, target, tmp_path, head="", more=""):
     """The head that a recipe which only names `folder` begins with."""
     path = write_recipe(tmp_path, f"head: {{init_from: {folder}{head}}}\n{more}", target.facts.name)
-    recipe = load_recipe(path)
-    start = check_recipe(recipe, path, [], render=False).start
-    return new_head(recipe, target, [], start).eval()
+    loaded = load(path)
+    start = check_loaded(loaded, path, [], render=False).starts[""]
+    return new_head(loaded.shared, target, [], start).eval()
 
 
 def assert_same_logits(head, other, batch, tolerance=0.0):
@@ -244,7 +245,7 @@ def test_what_would_start_wrong_is_refused_before_anything_is_computed(fault, ex
     write_published(folder, tensors, {k: v for k, v in config.items() if v is not None})
     path = write_recipe(tmp_path, "head: {init_from: ./copied}")
     with pytest.raises(WrongInput, match=rf"(?s)mine.yaml:4: head\.\w+: .*{message}") as caught:
-        check_recipe(load_recipe(path), path, [], render=False)
+        check_loaded(load(path), path, [], render=False)
     assert str(folder) in str(caught.value)
 
 
@@ -266,7 +267,7 @@ def test_settings_that_the_recipe_says_otherwise_are_refused_where_they_stand(ex
         f"head:\n  init_from: {exported}\n  draft_vocab_size: 128\n  intermediate_size: 160\n  norm_output: true",
     )
     with pytest.raises(WrongInput) as caught:
-        check_recipe(load_recipe(path), path, [], render=False)
+        check_loaded(load(path), path, [], render=False)
     text = str(caught.value)
     assert text.startswith("2 problems")
     assert f"mine.yaml:6: head.draft_vocab_size: found draft_vocab_size = 128, expected {len(IDS)}" in text
@@ -362,4 +363,4 @@ def test_a_run_belongs_to_the_content_that_it_started_from(exported, tmp_path, m
     shutil.copytree(exported, start)
     path = write_recipe(tmp_path, f"head: {{init_from: {start}}}")
     with pytest.raises(WrongInput, match="a part of this run"):
-        check_recipe(load_recipe(path), path, [], render=False)
+        check_loaded(load(path), path, [], render=False)
