@@ -51,10 +51,10 @@ class Bench:
         from headstart.eval.timings import balanced
         from headstart.heads.checkpoint import load_head
         from headstart.heads.paths import read_paths
-        from headstart.launch.export_gate import checkpoint_folder
         from headstart.launch.recipe import load_recipe
         from headstart.launch.run import find_run
         from headstart.launch.stages import target_loader
+        from headstart.trainer.checkpoint import checkpoint_folder
 
         run, named = find_run(options.run)
         recipe = load_recipe(run.recipe)
@@ -63,7 +63,7 @@ class Bench:
         self.head = load_head(checkpoint_folder(run.folder, named or "best"), self.target)
         self.head.to(self.target.device).eval().pack()
         self.paths = balanced(list(read_paths(run.folder / "traffic", "heldout")), options.prompts)
-        self.prompts = [path.token_N[: path.num_prompt_tokens].tolist() for path in self.paths]
+        self.prompts = [path.prompt_token_ids for path in self.paths]
         self.length = options.draft_length or recipe.eval.draft_length
         options.batch = options.batch or recipe.eval.live_batch
 

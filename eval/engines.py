@@ -211,7 +211,7 @@ def compare_run(
 ) -> list[Comparison]:
     """Compare every engine on held-out prompts, and record it in eval/acceptance.json and on the export's card."""
     paths = heldout_prompts(run, num_prompts)
-    prompts = [path.token_N[: path.num_prompt_tokens].tolist() for path in paths]
+    prompts = [path.prompt_token_ids for path in paths]
     results = []
     for engine in engines:
         folder = find_export(run, engine)

@@ -25,7 +25,7 @@ def measure_live(
     target, head, settings = subject.target, subject.head, subject.settings
     paths = balanced(subject.paths, settings.live_prompts or len(subject.paths))
     prompt_ids = [path.prompt_id for path in paths]
-    prompts = [path.token_N[: path.num_prompt_tokens].tolist() for path in paths]
+    prompts = [path.prompt_token_ids for path in paths]
     recorded = [path.token_N[path.num_prompt_tokens :].tolist() for path in paths]
     limit = max(path.num_reply_tokens for path in paths)
     length, batch = settings.draft_length, settings.live_batch

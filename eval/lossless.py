@@ -327,7 +327,7 @@ def certificate(subject: Subject) -> list[dict[str, Any]]:
     exact = sum(check["verdict"] == "pass" for check in checks)
     subject.tell(f"lossless: {exact} of {len(checks)} enumerated laws are exact")
     sampling = subject.sampling if subject.sampling.temperature else Sampling(1.0)
-    prompts = [path.token_N[: path.num_prompt_tokens].tolist() for path in paths]
+    prompts = [path.prompt_token_ids for path in paths]
     limit = max(path.num_reply_tokens for path in paths)
     few = sorted(prompts, key=len)[:FIRST_PROMPTS]
     long = [prompts[i % len(prompts)] for i in range(-(-settings.lossless_tokens // limit))]

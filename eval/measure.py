@@ -85,8 +85,7 @@ def evaluate(
             own ones, and `live` decodes at their settings too. They decide no verdict.
 
     Returns:
-        The contents of acceptance.json, lossless.json, speed.json and calibration.json by name; None for a file that does
-        not exist.
+        What acceptance.json, lossless.json, speed.json and calibration.json hold, by name; None for one that is not there.
 
     Raises:
         WrongInput: no paths, paths of several sampling settings, more concurrent requests than there are paths, a tree
@@ -105,18 +104,8 @@ def evaluate(
 
     replies = head_acceptance(subject)
     files.names = identity_of(head_folder, target, subject.paths)  # of the prompts that were taken
-    old = {} if previous is None else previous_acceptance(subject, previous)
-    rows, sums = measure_acceptance(subject, replies, old)
-    rows += tree_rows(subject, replies["greedy"])
+    rows, sums, extra = offline_part(subject, replies, vocabularies, previous)
     limit = max_new_tokens or files.names["prompts"]["max_new_tokens"]
-    extra: dict[str, Any] = {"repeated_8grams": repeated_ngrams(subject.paths)}
-    if vocabularies:
-        extra["vocabularies"] = cut_rows(subject, vocabularies)
-    if previous is not None:
-        extra["previous"] = compared(subject, previous, replies["greedy"], old["greedy"])
-        for row in (*rows, *sums):
-            if row["drafter"] == PREVIOUS:
-                row["checkpoint"] = extra["previous"]["checkpoint"]
     live_rows, checks, agreed = live_part(subject, replies, wanted, limit)
     rows += live_rows
     other_rows = [row for recorded in others for row in measure_setting(subject, recorded, "live" in parts, limit)]
@@ -127,11 +116,10 @@ def evaluate(
     files.write_prompt_sums(sums)
 
     if "speed" in wanted:
-        prompt = subject.paths[0].token_N[: subject.paths[0].num_prompt_tokens].tolist()
-        device = target.device
+        path, device = subject.paths[0], target.device
         del target, head, subject.target, subject.head  # two copies of a large target may not fit
         wanted_dtype = dtype if (settings.speed_dtype, dtype) == ("auto", "bfloat16") else settings.speed_dtype
-        speed_dtype, _ = choose_speed_dtype(load_target, wanted_dtype, prompt, device)
+        speed_dtype, _ = choose_speed_dtype(load_target, wanted_dtype, path.prompt_token_ids, device)
         checks += speed_part(load_target(speed_dtype), head_folder, files, rows)
     if checks:
         files.write_lossless(checks, proof)
@@ -190,6 +178,27 @@ def identity_of(head_folder: FilePath, target: Target, paths: Sequence[Path]) ->
             "max_new_tokens": max(path.num_reply_tokens for path in paths),
         },
     }
+
+
+def offline_part(
+    subject: Subject,
+    replies: Mapping[str, list[ReplyAcceptance]],
+    vocabularies: Sequence[np.ndarray],
+    previous: FilePath | None,
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]], dict[str, Any]]:
+    """What is computed on recorded replies: rows of acceptance.json, those of prompts.json, and entries beside the first."""
+    old = {} if previous is None else previous_acceptance(subject, previous)
+    rows, sums = measure_acceptance(subject, replies, old)
+    rows += tree_rows(subject, replies["greedy"])
+    extra: dict[str, Any] = {"repeated_8grams": repeated_ngrams(subject.paths)}
+    if vocabularies:
+        extra["vocabularies"] = cut_rows(subject, vocabularies)
+    if previous is not None:
+        extra["previous"] = compared(subject, previous, replies["greedy"], old["greedy"])
+        for row in (*rows, *sums):
+            if row["drafter"] == PREVIOUS:
+                row["checkpoint"] = extra["previous"]["checkpoint"]
+    return rows, sums, extra
 
 
 def live_part(

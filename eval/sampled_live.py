@@ -29,7 +29,7 @@ def measure_sampled_live(
     """
     settings, length = subject.settings, subject.settings.draft_length
     paths = balanced(subject.paths, settings.live_prompts or len(subject.paths))
-    prompts = [path.token_N[: path.num_prompt_tokens].tolist() for path in paths]
+    prompts = [path.prompt_token_ids for path in paths]
     taken = {path.prompt_id for path in paths}
     rows: list[dict[str, Any]] = []
     found: dict[str, Any] = {"num_replies": len(paths), "draft_length": length}

@@ -134,7 +134,7 @@ def speed_row(
 def speed_checks(timings: Sequence[Timings], target: Target, paths: Sequence[Path]) -> list[dict[str, Any]]:
     """Identity of every variant's replies with plain decoding's, in the dtype that was timed; plain itself left out."""
     rescorer = Rescorer(target)
-    prompts = [path.token_N[: path.num_prompt_tokens].tolist() for path in paths]
+    prompts = [path.prompt_token_ids for path in paths]
     plain = [reply.token_ids for reply in timings[0].replies]
     checks = []
     for timing in timings[1:]:

@@ -123,7 +123,7 @@ def measure_speed(
         variants.append(Variant(name, max(settings.speed_draft_lengths), stops, settings.stop_below))
     if settings.ngram:
         variants.append(Variant("ngram", max(settings.speed_draft_lengths), NgramDrafter()))
-    groups = grouped([path.token_N[: path.num_prompt_tokens].tolist() for path in paths], concurrency)
+    groups = grouped([path.prompt_token_ids for path in paths], concurrency)
     timings = [Timings(variant, [[] for _ in groups]) for variant in variants]
     for variant in variants:  # warm-up: first calls allocate and choose kernels
         variant.run(target, groups[0], min(8, settings.speed_new_tokens), sampling)

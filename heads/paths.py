@@ -56,6 +56,11 @@ class Path:
         return int(len(self.token_N) - self.generated_N.sum())
 
     @property
+    def prompt_token_ids(self) -> list[int]:
+        token_ids: list[int] = self.token_N[: self.num_prompt_tokens].tolist()
+        return token_ids
+
+    @property
     def num_reply_tokens(self) -> int:
         return int(self.generated_N.sum())
 

@@ -9,7 +9,7 @@ from safetensors import safe_open
 from headstart.eval.gate import failures, of_checkpoint, read_evals, require_gate, unmeasured
 from headstart.eval.settings import EvalSettings, ExportSettings
 from headstart.heads.builtin import resolve_model
-from headstart.heads.checkpoint import DESCRIPTION, checkpoint_identity, load_head
+from headstart.heads.checkpoint import checkpoint_identity, load_head
 from headstart.heads.contract import Head
 from headstart.heads.draft import DraftModel
 from headstart.heads.errors import WrongInput
@@ -26,7 +26,7 @@ from headstart.heads.mtp_shipped import MTPShipped
 from headstart.heads.shipped import tensor_files
 from headstart.heads.store import MANIFEST, MANIFEST_SCHEMA, hash_file, read_json, versions, write_json
 from headstart.heads.target import Target
-from headstart.trainer.checkpoint import pointed
+from headstart.trainer.checkpoint import checkpoint_folder
 
 STAGES = ("prompts", "traffic", "features")
 TAP_CONVENTION = "tap L is the residual stream after L decoder layers (0: the embedding; before the final norm)"
@@ -135,21 +135,6 @@ def merged_contents(written: Path, head: MTPShipped | MTP) -> dict[str, Any]:
         "tensors": {path: list(tensor.shape) for path, tensor in layer.items()},
         "files": {name: hash_file(written / name) for name in ("config.json", *files)},
     }
-
-
-def checkpoint_folder(run: Path, name: str) -> Path:
-    """Folder of a checkpoint; `best` and `last` are text files that hold a folder's name."""
-    pointer = run / "checkpoints" / name
-    folder = pointed(pointer.parent, name) if pointer.is_file() else pointer
-    if folder is None or not (folder / DESCRIPTION).exists():
-        found = sorted(path.name for path in pointer.parent.glob("step-*")) if pointer.parent.is_dir() else []
-        if pointer.is_file() and found:
-            named = pointer.read_text(encoding="utf-8", errors="replace").strip()
-            raise WrongInput(
-                f"{pointer} names {named!r}, which is no checkpoint. Write one into it: {', '.join(found)}."
-            )
-        raise WrongInput(f"{run}: found no checkpoint {name!r} (there: {found}). Train first: headstart train RECIPE")
-    return folder
 
 
 def serves(folder: Path, engine: str, head: Head) -> bool:

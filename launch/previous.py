@@ -5,8 +5,8 @@ from pathlib import Path
 from headstart.heads.checkpoint import DESCRIPTION, check_target, checkpoint_identity
 from headstart.heads.errors import WrongInput
 from headstart.heads.facts import TargetFacts
-from headstart.launch.export_gate import checkpoint_folder
 from headstart.launch.run import exported_checkpoint, find_run
+from headstart.trainer.checkpoint import checkpoint_folder
 
 
 def previous_folder(text: str, root: Path, facts: TargetFacts) -> Path | None:

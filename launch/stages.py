@@ -39,12 +39,13 @@ from headstart.heads.store import (
 from headstart.heads.target import Target, TargetLoader, choose_device
 from headstart.heads.vocabulary import choose_draft_vocabulary, count_tokens, coverage
 from headstart.heads.warm_start import take_over
-from headstart.launch.export_gate import checkpoint_folder, export_head
+from headstart.launch.export_gate import export_head
 from headstart.launch.previous import previous_folder
 from headstart.launch.run import RunFolder, locked
 from headstart.launch.settings import Recipe
 from headstart.launch.start import find_start
 from headstart.launch.variants import Loaded, stored_taps
+from headstart.trainer.checkpoint import checkpoint_folder
 from headstart.trainer.data import EvaluationRows, TrainingRows
 from headstart.trainer.features import features_inputs
 from headstart.trainer.heldout_traffic import at_temperature, heldout_inputs, make_heldout_traffic

@@ -25,16 +25,12 @@ def find_start(text: str, root: Path) -> "Start | None":
         return None
     from headstart.heads.published import read_start  # reads tensors' headers, for which `--help` does not wait
     from headstart.heads.start import holds_weights
+    from headstart.trainer.checkpoint import checkpoint_folder
 
     folder = Path(text).expanduser()
     if not (folder / DESCRIPTION).is_file() and not holds_weights(folder):
         run, named = named_run(text, root)
-        pointer = run.checkpoints / (named or "best")
-        folder = run.checkpoints / pointer.read_text().strip() if pointer.is_file() else pointer
-        if not (folder / DESCRIPTION).is_file():
-            raise WrongInput(
-                f"{run.folder}: found no checkpoint {pointer.name!r} of that run, expected one; train it first."
-            )
+        folder = checkpoint_folder(run.folder, named or "best")
     return read_start(folder.resolve())
 
 

@@ -171,7 +171,7 @@ def test_a_head_drafts_no_further_than_its_longest_row_needs(tiny_target, record
         taken.clear()
         head.logits = counted
         try:
-            prompts = [path.token_N[: path.num_prompt_tokens].tolist() for path in recorded]
+            prompts = [path.prompt_token_ids for path in recorded]
             drafter = HeadDrafter(head, stop_below=threshold)
             live = decode(tiny_target, prompts, drafter, 4, 24, NO_STOP)
         finally:

@@ -386,7 +386,7 @@ def test_an_unequal_step_is_found_and_is_no_tie(tiny_target, recorded):
     head = fitted_head(tiny_target, recorded[:2])
     path = recorded[0]
     offline = reply_acceptance(head, read_batches(tiny_target, head, [path]), 3)[0]
-    prompt = path.token_N[: path.num_prompt_tokens].tolist()
+    prompt = path.prompt_token_ids
     live = decode(tiny_target, [prompt], HeadDrafter(head), 3, path.num_reply_tokens)[0]
     assert first_unequal_step(offline, live) is None
     offline.accept_TK[0, 0] = 1 - offline.accept_TK[0, 0]

@@ -157,6 +157,6 @@ def test_a_session_follows_the_taps_of_its_target(tiny_target, recorded, run):
     other = tiny_target.with_taps([1, 3])
     head = load_head(run / "old" / "checkpoints" / "step-000005", other)
     path = recorded[0]
-    prompt = path.token_N[: path.num_prompt_tokens].tolist()
+    prompt = path.prompt_token_ids
     found = decode(other, [prompt], HeadDrafter(head), 2, 16, NO_STOP)[0]
     assert found.token_ids == path.token_N[path.num_prompt_tokens :].tolist()

@@ -287,7 +287,7 @@ def test_pickled_weights_are_never_loaded(tmp_path):
     run_folder = tmp_path / "runs" / "young"
     (run_folder / "checkpoints").mkdir(parents=True)
     (run_folder / "recipe.yaml").write_text("")
-    with pytest.raises(WrongInput, match="found no checkpoint 'best' of that run"):
+    with pytest.raises(WrongInput, match="found no checkpoint 'best'.*Train first"):
         load_recipe(write_recipe(tmp_path, f"head: {{init_from: {run_folder}}}"))
     with pytest.raises(WrongInput, match=r"found no run there(.|\n)*A published head is named by its folder"):
         load_recipe(write_recipe(tmp_path, "head: {init_from: nowhere}"))

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headstart.heads.checkpoint import WEIGHTS, read_tensors, save_head, write_tensors
+from headstart.heads.checkpoint import DESCRIPTION, WEIGHTS, read_tensors, save_head, write_tensors
 from headstart.heads.contract import Head
 from headstart.heads.errors import WrongInput
 from headstart.heads.store import atomic_path, read_json, write_json
@@ -200,6 +200,25 @@ def pointed(folder: Path, name: str) -> Path | None:
     named = path.read_text(encoding="utf-8", errors="replace").strip() if path.is_file() else ""
     checkpoint = folder / named
     return checkpoint if CHECKPOINT_NAME.fullmatch(named) and checkpoint.is_dir() else None
+
+
+def checkpoint_folder(run: Path, name: str) -> Path:
+    """Folder of a run's checkpoint; `best` and `last` are text files that hold a folder's name.
+
+    Raises:
+        WrongInput: there is none of that name.
+    """
+    pointer = run / "checkpoints" / name
+    folder = pointed(pointer.parent, name) if pointer.is_file() else pointer
+    if folder is None or not (folder / DESCRIPTION).exists():
+        found = sorted(path.name for path in pointer.parent.glob("step-*")) if pointer.parent.is_dir() else []
+        if pointer.is_file() and found:
+            named = pointer.read_text(encoding="utf-8", errors="replace").strip()
+            raise WrongInput(
+                f"{pointer} names {named!r}, which is no checkpoint. Write one into it: {', '.join(found)}."
+            )
+        raise WrongInput(f"{run}: found no checkpoint {name!r} (there: {found}). Train first: headstart train RECIPE")
+    return folder
 
 
 def prune(folder: Path, keep: int) -> None:
