@@ -8,7 +8,7 @@ import torch
 from safetensors import SafetensorError
 
 from headstart.heads.errors import WrongInput
-from headstart.heads.model_folder import quiet_transformers
+from headstart.heads.made_targets import quiet_transformers
 
 # Families that transformers knows under another name only, whose layers are that family's to the letter.
 SAME_AS = {"mimo": "qwen2"}

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from headstart.heads.model_folder import build_once, cache_folder
+from headstart.heads.made_targets import build_once, cache_folder
 from headstart.heads.store import hash_json
 
 TEXT = """\

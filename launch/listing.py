@@ -104,7 +104,7 @@ def headline(folder: Path) -> str:
 def show_environment() -> None:
     """Print versions, hardware and folders."""
     from headstart.eval.speed import cpu_name
-    from headstart.heads.model_folder import cache_folder
+    from headstart.heads.made_targets import cache_folder
 
     cores, reason = usable_cores()
     rows = {**versions(), "platform": platform.platform(), "cpu": cpu_name(), "threads": f"{cores} ({reason})"}

@@ -11,7 +11,7 @@ import pytest
 from headstart.heads.builtin import resolve_model
 from headstart.heads.errors import WrongInput
 from headstart.launch.check import check_loaded, skip_lines
-from headstart.launch.recipe import built_in_recipes, find_recipe, load_recipe
+from headstart.launch.recipe import FIRST_LINE, LAST_LINE, built_in_recipes, find_recipe, load_recipe
 from headstart.launch.variants import load
 
 SCRIPTS = Path(sys.executable).parent
@@ -150,11 +150,14 @@ def test_a_folder_that_holds_no_model_is_refused(recipe: Path) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(name for name in built_in_recipes() if not name.startswith("real/")))
-def test_every_built_in_recipe_fits_its_target(name: str) -> None:
-    path = find_recipe(name)
+def test_every_built_in_recipe_fits_its_target(name: str, recipe: Path) -> None:
+    path, overrides = find_recipe(name), []
     loaded, eagle = load(path), load_recipe(find_recipe("eagle"))
-    held_by_eagle = loaded.variants or loaded.shared.prompts == eagle.prompts  # rendered once
-    check_loaded(loaded, path, [], render=name == "eagle" or not held_by_eagle)
+    if name != "eagle" and (loaded.variants or loaded.shared.prompts == eagle.prompts):  # read and rendered once
+        few = {"sources": f"[{recipe.parent / 'mine.jsonl'}]", "heldout": recipe.parent / "held.jsonl"}
+        few |= {"num_train": 0, "num_validation": 1}
+        overrides = [f"prompts.{key}={value}" for key, value in few.items()]
+    check_loaded(load(path, overrides), path, overrides)
 
 
 @pytest.mark.parametrize(
@@ -167,18 +170,19 @@ def test_every_built_in_recipe_fits_its_target(name: str) -> None:
     ],
     ids=["python", "headstart", "module", "accelerate"],
 )
-def test_every_launcher_reads_the_recipe_and_takes_the_same_threads(command: list[str], tmp_path: Path) -> None:
-    recipe = tmp_path / "folder" / "mine.yaml"
-    recipe.parent.mkdir()
-    shutil.copy(find_recipe("smoke"), recipe)
-    recipe.write_text(recipe.read_text().replace("threads: 1 ", "threads: 0 "))
+def test_every_launcher_reads_the_recipe_and_takes_the_same_threads(command: list[str], recipe: Path) -> None:
+    recipe.write_text(f"{FIRST_LINE}\n{recipe.read_text()}{LAST_LINE}\n")
+    elsewhere = recipe.parent / "elsewhere"
+    elsewhere.mkdir()
+    before = sorted(recipe.parent.iterdir())
     command = [part.replace("mine.yaml", str(recipe)) for part in command]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, cwd=elsewhere, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert "model: tiny" in done.stdout
     threads = next(line for line in done.stdout.splitlines() if line.startswith("  threads           "))
     assert threads.split()[1] == str(len(os.sched_getaffinity(0)))
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["folder"]  # a dry run writes nothing
+    assert [*elsewhere.iterdir()] == []  # a dry run writes nothing
+    assert sorted(recipe.parent.iterdir()) == before
 
 
 def test_check_names_the_rows_it_skips(recipe: Path) -> None:
