@@ -110,6 +110,36 @@ def build_parser() -> argparse.ArgumentParser:
     add_recipe(train, "headstart train recipes/smoke.yaml\n  headstart train eagle train.num_steps=200 run.name=quick")
     train.add_argument("--fresh", action="store_true", help="move an existing run of this name aside and start anew")
 
+    add_eval(commands)
+    add_export_and_import(commands)
+
+    compare = add(commands, "compare", compare_command, "compare measured heads, prompt by prompt")
+    compare.add_argument(
+        "runs", nargs="+", metavar="RUN", help="as for eval; the first is what the others are compared with"
+    )
+    compare.add_argument("--draft-length", type=positive, metavar="N", help="default: the longest measured")
+    compare.add_argument("--draft", default="greedy", choices=["greedy", "sampled"], help="drafts (default greedy)")
+    compare.epilog = (
+        "examples:\n  headstart compare eagle eagle-2\n"
+        "  headstart compare eagle/checkpoints/step-000300 eagle/checkpoints/step-000600 --draft-length 3"
+    )
+
+    report = add(commands, "report", report_command, "write report.md and its plots again from a run's measurements")
+    add_run(report, "headstart report eagle", overrides=False)
+
+    ls = add(commands, "ls", ls_command, "list recipes, runs, heads or settings")
+    ls.add_argument("what", nargs="?", default="recipes", choices=["recipes", "runs", "heads", "settings"])
+    ls.add_argument("--root", default="runs", metavar="DIR", help="folder of the runs (default runs)")
+
+    cp = add(commands, "cp", cp_command, "start a recipe of your own from another, with the launch lines in place")
+    cp.add_argument("recipe", metavar="RECIPE", help="a recipe's name or file")
+    cp.add_argument("file", metavar="FILE", help="the new file, or a folder for it")
+
+    add(commands, "env", env_command, "print versions, hardware and folders, for a bug report")
+    return parser
+
+
+def add_eval(commands: "argparse._SubParsersAction[Parser]") -> None:
     evaluate = add(commands, "eval", eval_command, "measure a head: acceptance, losslessness, speed")
     add_run(
         evaluate,
@@ -140,6 +170,8 @@ def build_parser() -> argparse.ArgumentParser:
         "--concurrency", type=lengths, metavar="N,N", help="with --speed: requests that run together (default 1)"
     )
 
+
+def add_export_and_import(commands: "argparse._SubParsersAction[Parser]") -> None:
     export = add(commands, "export", export_command, "write a measured head for an engine")
     add_run(export, "headstart export eagle --engine vllm\n  headstart export eagle --engine llamacpp --out ./draft")
     export.add_argument(
@@ -166,31 +198,6 @@ def build_parser() -> argparse.ArgumentParser:
         "examples:\n  headstart import ./their-head --out theirs\n"
         "  headstart import ./their-head target.model=./my-target --out theirs --recipe mine.yaml"
     )
-
-    compare = add(commands, "compare", compare_command, "compare measured heads, prompt by prompt")
-    compare.add_argument(
-        "runs", nargs="+", metavar="RUN", help="as for eval; the first is what the others are compared with"
-    )
-    compare.add_argument("--draft-length", type=positive, metavar="N", help="default: the longest measured")
-    compare.add_argument("--draft", default="greedy", choices=["greedy", "sampled"], help="drafts (default greedy)")
-    compare.epilog = (
-        "examples:\n  headstart compare eagle eagle-2\n"
-        "  headstart compare eagle/checkpoints/step-000300 eagle/checkpoints/step-000600 --draft-length 3"
-    )
-
-    report = add(commands, "report", report_command, "write report.md and its plots again from a run's measurements")
-    add_run(report, "headstart report eagle", overrides=False)
-
-    ls = add(commands, "ls", ls_command, "list recipes, runs, heads or settings")
-    ls.add_argument("what", nargs="?", default="recipes", choices=["recipes", "runs", "heads", "settings"])
-    ls.add_argument("--root", default="runs", metavar="DIR", help="folder of the runs (default runs)")
-
-    cp = add(commands, "cp", cp_command, "start a recipe of your own from another, with the launch lines in place")
-    cp.add_argument("recipe", metavar="RECIPE", help="a recipe's name or file")
-    cp.add_argument("file", metavar="FILE", help="the new file, or a folder for it")
-
-    add(commands, "env", env_command, "print versions, hardware and folders, for a bug report")
-    return parser
 
 
 class Parser(argparse.ArgumentParser):

@@ -3,18 +3,16 @@
 from dataclasses import replace
 from pathlib import Path
 
-import torch
+import numpy as np
 
-from headstart.heads.checkpoint import build_head, save_head
-from headstart.heads.contract import Head
+from headstart.heads.checkpoint import save_head
 from headstart.heads.errors import WrongInput
 from headstart.heads.settings import HEADS
 from headstart.heads.start import Start
-from headstart.heads.target import Target
-from headstart.heads.warm_start import start_problems, take_over
+from headstart.heads.warm_start import start_problems
 from headstart.launch.run import RunFolder
 from headstart.launch.settings import Recipe
-from headstart.launch.stages import heldout_replies, target_loader
+from headstart.launch.stages import first_head, heldout_replies, target_loader
 from headstart.trainer.checkpoint import checkpoint_name, point
 from headstart.trainer.prompts import make_prompts
 from headstart.trainer.settings import TrainSettings
@@ -56,7 +54,8 @@ def run_import(recipe: Recipe, recipe_path: Path, run: RunFolder, start: Start) 
         raise WrongInput(f"{start.folder} is no head for {recipe.target.model}:\n{told}")
     checkpoint = run.checkpoints / checkpoint_name(0)
     checkpoint.mkdir(parents=True, exist_ok=True)
-    save_head(checkpoint, started_head(recipe, targets(), start), step=0)
+    ids_V = np.arange(targets.facts.num_tokens) if start.draft_ids_V is None else start.draft_ids_V
+    save_head(checkpoint, first_head(recipe.head, targets(), ids_V, start), step=0)
     for name in ("best", "last"):
         point(run.checkpoints, name, checkpoint)
     print(f"{start.layout} {start.folder}: {start.kind} head, checkpoint {checkpoint}", flush=True)
@@ -66,14 +65,3 @@ def run_import(recipe: Recipe, recipe_path: Path, run: RunFolder, start: Start) 
     replies = heldout_replies(recipe, run, targets, temperature)
     run.link("traffic", (run.folder / f"traffic-t{temperature:g}").resolve())
     print(f"{len(replies)} held-out replies; next: headstart eval {run.folder}")
-
-
-def started_head(recipe: Recipe, target: Target, start: Start) -> Head:
-    """The head with every tensor taken over; an output layer that is absent is the target's."""
-    ids_V = torch.arange(target.facts.num_tokens)
-    if start.draft_ids_V is not None:
-        ids_V = torch.from_numpy(start.draft_ids_V)
-    head = build_head(replace(recipe.head, init_from=start.sha256), target.facts, ids_V).to(target.device)
-    head.load_target(target, initialise=True)
-    take_over(head, start)
-    return head

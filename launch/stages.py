@@ -23,6 +23,7 @@ from headstart.heads.facts import TargetFacts
 from headstart.heads.features import FeatureReader
 from headstart.heads.paths import Path as ReplyPath
 from headstart.heads.paths import read_paths
+from headstart.heads.settings import HeadSettings
 from headstart.heads.start import Start
 from headstart.heads.store import (
     MANIFEST,
@@ -193,10 +194,14 @@ def new_head(recipe: Recipe, target: Target, paths: Sequence[ReplyPath], start: 
         f"{coverage(counts_V, draft_ids_V):.2%} of {counts_V.sum():,} generated training tokens"
     )
     torch.manual_seed(recipe.run.seed)
+    return first_head(recipe.head, target, draft_ids_V, start)
+
+
+def first_head(settings: HeadSettings, target: Target, draft_ids_V: np.ndarray, start: Start | None) -> Head:
+    """A head with its first weights: random, the target's, and those of the head that it starts from."""
     # What a head started from is told by content: folders move.
-    settings = recipe.head if start is None else replace(recipe.head, init_from=start.sha256)
-    head = build_head(settings, target.facts, torch.from_numpy(draft_ids_V))
-    head.to(target.device)
+    settings = settings if start is None else replace(settings, init_from=start.sha256)
+    head = build_head(settings, target.facts, torch.from_numpy(draft_ids_V)).to(target.device)
     head.load_target(target, initialise=True)
     if start is not None:
         take_over(head, start)
