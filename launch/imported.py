@@ -21,7 +21,8 @@ from headstart.trainer.settings import TrainSettings
 def imported_recipe(recipe: Recipe, start: Start, run: Path) -> Recipe:
     """The target, prompts and measurements of a recipe, with the head of a start and no training.
 
-    Draft lengths beyond what the head has weights for are left out.
+    Draft lengths beyond what the head has weights for are left out, and so are smaller vocabularies, which are chosen on
+    training replies: there are none.
     """
     settings = {"draft_vocab_size": 0, **start.settings, "init_from": str(start.folder)}
     head = HEADS[start.kind](**settings)
@@ -37,7 +38,14 @@ def imported_recipe(recipe: Recipe, start: Start, run: Path) -> Recipe:
         run=replace(recipe.run, root=str(run.parent), name=run.name),
         head=head,
         train=TrainSettings(depth=head.max_depth or recipe.train.depth),
-        eval=replace(recipe.eval, draft_lengths=lengths, speed_draft_lengths=timed, draft_length=shown, trees=trees),
+        eval=replace(
+            recipe.eval,
+            draft_lengths=lengths,
+            speed_draft_lengths=timed,
+            draft_length=shown,
+            trees=trees,
+            vocab_sizes=[],
+        ),
         export=replace(recipe.export, engines=[]),
     )
 
