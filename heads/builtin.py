@@ -44,11 +44,11 @@ def resolve_model(name: str, key: str = "target.model", weights: bool = True) ->
             # huggingface_hub raises many unrelated types; every one of them means that the model is not at hand.
             tried.append(f"hub id {name}: {type(error).__name__}: {str(error).strip().splitlines()[0]}")
     nearest = difflib.get_close_matches(name, BUILTIN_TARGETS, n=1, cutoff=0.6)
-    meant = f"Did you mean {key}={nearest[0]}? " if nearest else ""
+    meant = f" Did you mean {key}={nearest[0]}?" if nearest else ""
     raise WrongInput(
         f"{key}: found no model called {name!r}. Tried:\n  "
         + "\n  ".join(tried)
-        + f"\nBuilt in: {', '.join(sorted(BUILTIN_TARGETS))}. {meant}\n"
+        + f"\nBuilt in: {', '.join(sorted(BUILTIN_TARGETS))}.{meant}\n"
         "Otherwise give the folder of a transformers causal LM, or a hub id where the network reaches the hub."
     )
 
