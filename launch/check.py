@@ -23,7 +23,9 @@ from headstart.launch.schema import Problem
 from headstart.launch.settings import Recipe
 from headstart.launch.start import find_start
 from headstart.launch.variants import Loaded, stored_taps
-from headstart.trainer.prompts import PromptSet, gather
+from headstart.trainer.prompts import BUILTIN, PromptSet, gather
+from headstart.trainer.settings import PromptSettings
+from headstart.trainer.sources import source_path
 
 T = TypeVar("T")
 SHOWN_SKIPS = 10  # skipped prompt rows that `check` names
@@ -59,7 +61,7 @@ def check_loaded(
     recipe = loaded.shared
     found: Findings = []
     target = attempt(found, "target.model", lambda: TargetLoader(recipe.target, need_weights=need_weights))
-    prompts = attempt(found, "prompts", lambda: gather(recipe.prompts, path.parent))
+    prompts = read_prompts(found, recipe.prompts, path.parent)
     attempt(found, "target.device", lambda: check_device(recipe.target.device))
     root = Path(recipe.run.root).expanduser()
     starts: dict[str, Start] = {}
@@ -85,6 +87,15 @@ def check_loaded(
     if found or target is None or prompts is None:
         raise WrongInput(describe(path, [Problem(place_of(path, overrides, key), key, text) for key, text in found]))
     return Checked(target, prompts, lengths, starts)
+
+
+def read_prompts(found: Findings, settings: PromptSettings, base: Path) -> PromptSet | None:
+    """All prompts, or None with a finding for each source that cannot be read; one missing file does not hide another."""
+    before = len(found)
+    for key, name in (("prompts.heldout", settings.heldout), *(("prompts.sources", name) for name in settings.sources)):
+        if name != BUILTIN:
+            attempt(found, key, partial(source_path, name, base, key))
+    return attempt(found, "prompts", lambda: gather(settings, base)) if len(found) == before else None
 
 
 def recipe_start(recipe: Recipe, root: Path) -> Start | None:

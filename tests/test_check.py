@@ -122,6 +122,12 @@ def test_missing_things_are_named(recipe: Path, override: str, expected: str) ->
     assert expected in problems_of(recipe, override)
 
 
+def test_every_missing_prompt_file_is_named_at_once(recipe: Path) -> None:
+    text = problems_of(recipe, "prompts.sources=[/one.jsonl, /two.jsonl]", "prompts.heldout=/three.jsonl")
+    assert text.startswith("3 problems in")
+    assert all(f"found no file or folder /{name}.jsonl" in text for name in ("one", "two", "three"))
+
+
 def test_empty_prompt_files_are_refused(recipe: Path) -> None:
     (recipe.parent / "mine.jsonl").write_text("")
     assert "prompts" in problems_of(recipe)
