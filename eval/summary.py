@@ -279,7 +279,10 @@ def speed_text(speed: dict[str, Any]) -> str:
         f"{number_text(absolute['memory_bandwidth_bound_tokens_per_s'])}",
     ]
     if plain_below_generate(speed):
-        text.append("FAILS: plain decoding is slower than transformers.generate, so no speedup above counts")
+        text.append(
+            "FAILS: plain decoding is slower than transformers.generate, so no speedup above counts; measure again with "
+            "nothing beside it (`headstart eval RUN --speed`), and where times are milliseconds with more eval.speed_prompts"
+        )
     text += recommended_text(speed)
     kind = speed["checkpoint"]["kind"]
     mine = [row["speedup"] for row in speed["rows"] if row["drafter"] == kind and row["speedup"]["value"] is not None]
