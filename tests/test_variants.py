@@ -141,12 +141,12 @@ def test_variants_are_checked_against_the_target_and_features_hold_the_taps_of_a
     (tmp_path / "mine.jsonl").write_text("\n".join(lines))
     (tmp_path / "held.jsonl").write_text('{"prompt": "What is the capital of this country?"}\n')
     path = write(tmp_path, f"{TWO}prompts: {{sources: [mine.jsonl], heldout: held.jsonl, num_validation: 1}}\n")
-    bad = ["variants.eagle3.head.taps=[1, 9]", "variants.medusa.export.engines=[vllm]"]
+    bad = ["variants.eagle3.head.taps=[1, 9]", "variants.medusa.export.engines=[sglang]"]
     with pytest.raises(WrongInput) as caught:
         check_loaded(load(path, bad), path, bad, render=False)
     for expected in (
         "variants.eagle3.head.taps: found [9], expected 0 .. 4",
-        "variants.medusa.export.engines: vllm: found no writer for heads of kind 'medusa' yet",
+        "variants.medusa.export.engines: sglang: found no writer for heads of kind 'medusa' yet",
     ):
         assert expected in str(caught.value)
     good = ["variants.eagle3.head.taps=[0, 2]", "variants.third.head.taps=[3]"]
