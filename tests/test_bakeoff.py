@@ -19,7 +19,8 @@ from headstart.launch.rehearsal import rehearse, with_rehearsed_steps
 from headstart.launch.run import RunFolder
 from headstart.launch.variants import dump, load
 from headstart.trainer.metrics import read_metrics
-from tests.schema_rules import REHEARSAL, bakeoff_violations, run_violations, violations
+from tests.schema_forms import REHEARSAL
+from tests.schema_rules import bakeoff_violations, run_violations, violations
 from tests.test_compare import NUM, make_run, make_steps
 from tests.test_end_to_end import kill_at
 

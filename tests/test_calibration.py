@@ -29,7 +29,8 @@ from headstart.eval.subject import read_batches
 from headstart.heads.checkpoint import save_head
 from headstart.heads.contract import greedy
 from headstart.heads.store import read_json
-from tests.schema_rules import CALIBRATION, SPEED, Length, violations
+from tests.schema_forms import CALIBRATION, SPEED, Length
+from tests.schema_rules import violations
 from tests.small_decoding import NO_STOP, fitted_head, make_path, make_prompts
 
 

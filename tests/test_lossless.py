@@ -40,7 +40,8 @@ from headstart.heads.sampling import Sampling
 from headstart.heads.settings import TargetSettings
 from headstart.heads.store import read_json
 from headstart.heads.target import Target, load_target
-from tests.schema_rules import LOSSLESS, violations
+from tests.schema_forms import LOSSLESS
+from tests.schema_rules import violations
 from tests.small_decoding import NO_STOP, fitted_head, make_path, make_prompts
 
 SETTINGS = EvalSettings(

@@ -7,6 +7,7 @@ ids that are never drafted are those of the model it was made of, or zero.
 
 import copy
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from headstart.heads.checkpoint import write_tensors
 from headstart.heads.draft import DraftModel
 from headstart.heads.errors import WrongInput
 from headstart.heads.export.folder import check_folder_name, fresh_folder
+from headstart.heads.export.layer import decoder_config
 from headstart.heads.export.limits import refuse_unservable
 from headstart.heads.export.readers.files import DTYPES
 from headstart.heads.facts import TargetFacts
@@ -99,36 +101,20 @@ def draft_config(plain: DraftModel, dtype: str, tied: bool) -> dict[str, Any]:
     """The whole config.json: an allow-list, of the family whose layers have these norms and biases."""
     facts = plain.model.facts
     model_type, architecture = family(facts)
-    rope = dict(facts.rope_parameters)
     config: dict[str, Any] = {
         "architectures": [architecture],
         "model_type": model_type,
-        "num_hidden_layers": facts.num_layers,
-        "hidden_size": facts.hidden_size,
-        "intermediate_size": facts.intermediate_size,
-        "num_attention_heads": facts.num_heads,
-        "num_key_value_heads": facts.num_kv_heads,
-        "head_dim": facts.head_dim,
-        "hidden_act": "silu",
-        "rms_norm_eps": facts.rms_norm_eps,
-        "max_position_embeddings": facts.max_position,
-        "rope_parameters": rope,
-        "rope_theta": rope["rope_theta"],
-        "vocab_size": plain.facts.vocab_size,
+        **decoder_config(replace(facts, vocab_size=plain.facts.vocab_size), dtype),
         "tie_word_embeddings": tied,
         # The target's: a draft is asked in the target's turn, and ends where that does.
         "bos_token_id": None,
         "eos_token_id": plain.facts.stop_ids,
         "pad_token_id": None,
-        "dtype": dtype,
-        "torch_dtype": dtype,
     }
     if model_type != "qwen2":  # whose biases are not for its config to say
         config["attention_bias"] = "self_attn.o_proj" in facts.layer_biases
     if model_type == "llama":
         config["mlp_bias"] = "mlp.up_proj" in facts.layer_biases
-    if rope.get("rope_type", "default") != "default":
-        config["rope_scaling"] = {k: v for k, v in rope.items() if k != "rope_theta"}
     return config
 
 

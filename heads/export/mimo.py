@@ -23,6 +23,7 @@ from headstart.heads.errors import WrongInput
 from headstart.heads.export.card import CARD
 from headstart.heads.export.comparison import TOLERANCE, rounded
 from headstart.heads.export.folder import check_folder_name, fresh_folder
+from headstart.heads.export.layer import decoder_config
 from headstart.heads.export.limits import refuse_unservable
 from headstart.heads.export.mtp import TARGET_CARD
 from headstart.heads.facts import TargetFacts
@@ -94,30 +95,15 @@ def write_weights(folder: Path, source: Path, layer: dict[str, Tensor]) -> torch
 
 def mimo_config(facts: TargetFacts, source: Path, dtype: str) -> dict[str, Any]:
     """The whole config.json: Qwen2's fields out of the target's facts, and the number of MTP layers."""
-    target, rope = json.loads((source / "config.json").read_text(encoding="utf-8")), dict(facts.rope_parameters)
-    scaling = {k: v for k, v in rope.items() if k != "rope_theta"}
+    target = json.loads((source / "config.json").read_text(encoding="utf-8"))
     return {
         "architectures": ["MiMoForCausalLM"],
         "model_type": "qwen2",
         "num_nextn_predict_layers": 1,
-        "num_hidden_layers": facts.num_layers,
-        "hidden_size": facts.hidden_size,
-        "intermediate_size": facts.intermediate_size,
-        "num_attention_heads": facts.num_heads,
-        "num_key_value_heads": facts.num_kv_heads,
-        "head_dim": facts.head_dim,
-        "hidden_act": "silu",
-        "rms_norm_eps": facts.rms_norm_eps,
-        "max_position_embeddings": facts.max_position,
-        "rope_parameters": rope,
-        "rope_theta": rope["rope_theta"],
-        **({"rope_scaling": scaling} if rope.get("rope_type", "default") != "default" else {}),
-        "vocab_size": facts.vocab_size,
+        **decoder_config(facts, dtype),
         "tie_word_embeddings": False,
         "use_sliding_window": False,
         **{name: target[name] for name in KEPT if name in target},
-        "dtype": dtype,
-        "torch_dtype": dtype,
     }
 
 
