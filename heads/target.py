@@ -24,6 +24,7 @@ from headstart.heads.model_files import read_config, read_model
 from headstart.heads.packed import FrozenLinear, min_rows
 from headstart.heads.paths import Prompt
 from headstart.heads.precision import DTYPES, choose_precision
+from headstart.heads.rendering import render
 from headstart.heads.settings import TargetSettings
 from headstart.heads.shipped import LAYOUTS, load_pieces
 from headstart.heads.target_facts import check_supported, check_taps, read_facts
@@ -221,38 +222,6 @@ class Target:
         position_BT = torch.arange(tokens_BT.shape[1], device=self.device).expand(tokens_BT.shape)
         taps, final_BTH = self._direct(tokens_BT, position_BT, None)
         return States(torch.cat(taps, dim=-1), final_BTH)
-
-
-def render(facts: TargetFacts, tokenizer: Any, prompt: Prompt) -> list[int]:
-    """Token ids of a chat prompt up to where the reply begins; exactly what the chat template gives.
-
-    Raises:
-        WrongInput: no chat template, a template that cannot render this prompt, or ids that the target has no row for.
-    """
-    if not tokenizer.chat_template:
-        raise WrongInput(
-            f"{facts.name}: found a tokenizer without chat template, expected one for chat prompts.\n"
-            "Put a chat_template.jinja beside the tokenizer, or choose an instruction-tuned target."
-        )
-    which = f"prompt {prompt.prompt_id[:12]} ({str(prompt.messages[-1].get('content', ''))[:60]!r})"
-    try:
-        rendered = tokenizer.apply_chat_template(
-            list(prompt.messages), tokenize=True, add_generation_prompt=True, return_dict=True, **prompt.template_kwargs
-        )
-    except Exception as error:
-        # A template is a program that came with the model: it refuses roles by raising, and fails in any way it likes.
-        raise WrongInput(
-            f"{which}: the chat template of {facts.name} cannot render it: {type(error).__name__}: {error}\n"
-            "Remove such prompts (or their template_kwargs), or choose a target whose template takes them."
-        ) from None
-    token_ids = [int(token) for token in rendered["input_ids"]]
-    if not token_ids or max(token_ids) >= facts.vocab_size:
-        found = f"token id {max(token_ids)}" if token_ids else "no token"
-        raise WrongInput(
-            f"{which}: rendered by {facts.name} found {found}, expected ids below {facts.vocab_size}, the rows of its "
-            "embedding.\nThe chat template or the tokenizer is not this model's: compare the folder with its source."
-        )
-    return token_ids
 
 
 def decoder_layers(body: nn.Module, num_layers: int) -> nn.ModuleList:

@@ -11,8 +11,9 @@ from safetensors.torch import load_file, save_file
 
 from headstart.heads.errors import WrongInput
 from headstart.heads.paths import Prompt
+from headstart.heads.rendering import render
 from headstart.heads.settings import TargetSettings
-from headstart.heads.target import TargetLoader, load_target, render
+from headstart.heads.target import TargetLoader, load_target
 
 CHAT = Prompt("chat", ({"role": "user", "content": "Write a short letter about tea: 17 or 23?"},))
 
