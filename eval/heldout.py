@@ -15,7 +15,7 @@ from headstart.eval.target_law import TargetLaw
 from headstart.eval.tree_acceptance import tree_rows, trees_of
 from headstart.heads.errors import WrongInput
 from headstart.heads.intervals import interval_text
-from headstart.heads.paths import Path
+from headstart.heads.paths import UNKNOWN, Path
 from headstart.heads.store import hash_json
 
 PREVIOUS = "previous"  # the head in use so far, as a drafter
@@ -24,6 +24,12 @@ PREVIOUS = "previous"  # the head in use so far, as a drafter
 def check_paths(paths: Sequence[Path]) -> None:
     if not paths:
         raise WrongInput("found no held-out replies, expected at least one.\nGive the recipe prompts.heldout.")
+    if recorded := [path for path in paths if path.sampling == UNKNOWN]:
+        raise WrongInput(
+            f"found {len(recorded)} replies that a source brought (first: prompt {recorded[0].prompt_id[:12]}), expected "
+            "the target's own: acceptance is exact only on what it said under a known setting.\n"
+            "Let it answer the held-out prompts: headstart train RECIPE"
+        )
     settings = {hash_json(path.sampling): path.sampling for path in paths}
     if len(settings) > 1:
         raise WrongInput(

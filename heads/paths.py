@@ -7,7 +7,7 @@ is never rendered or tokenised again.
 import hashlib
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path as FilePath
 from typing import Any
 
@@ -16,6 +16,7 @@ import numpy as np
 from headstart.heads.store import finished_stage
 
 SPLITS = ("train", "validation", "heldout")
+UNKNOWN: dict[str, Any] = {"recorded": True}  # sampling of replies that the target did not write here
 
 
 @dataclass(frozen=True)
@@ -26,12 +27,22 @@ class Prompt:
     messages: tuple[dict[str, Any], ...]  # role, content, and what else the chat template reads
     split: str = "train"
     template_kwargs: dict[str, Any] = field(default_factory=dict)
+    reply: dict[str, Any] | None = None  # the source's own, where it has one; no part of the request
 
     @property
     def prompt_id(self) -> str:
         """Content hash of messages and template kwargs: the same request has one id in every run."""
         content = json.dumps([list(self.messages), self.template_kwargs], sort_keys=True, ensure_ascii=False)
         return hashlib.sha256(content.encode()).hexdigest()
+
+    @property
+    def turns(self) -> list[int]:
+        """Where the assistant speaks: the number of messages before each of its turns, the one to come included."""
+        return [i for i, turn in enumerate(self.messages) if turn["role"] == "assistant"] + [len(self.messages)]
+
+    def request(self, turn: int) -> "Prompt":
+        """What is asked by the first `turn` messages."""
+        return replace(self, messages=self.messages[:turn], reply=None)
 
 
 @dataclass(frozen=True)
@@ -49,7 +60,7 @@ class Path:
     generated_N: np.ndarray  # bool
     logprob_N: np.ndarray  # float32
     finish_reason: str
-    sampling: dict[str, Any]
+    sampling: dict[str, Any]  # of the target; `UNKNOWN` for a reply that a source brought
 
     @property
     def num_prompt_tokens(self) -> int:

@@ -1,7 +1,7 @@
 """Checks of a recipe against its target and prompts, before anything is computed: config and tokenizer, no weights."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -23,7 +23,9 @@ from headstart.launch.schema import Problem
 from headstart.launch.settings import Recipe
 from headstart.launch.start import find_start
 from headstart.launch.variants import Loaded, stored_taps
+from headstart.trainer.conversations import Conversation
 from headstart.trainer.prompts import BUILTIN, PromptSet, gather
+from headstart.trainer.recorded import Recorded, conversations_of
 from headstart.trainer.settings import PromptSettings
 from headstart.trainer.sources import source_path
 
@@ -41,6 +43,10 @@ class Checked:
     prompts: PromptSet
     prompt_tokens: dict[str, int]
     """Length of every rendered prompt by id; empty where rendering was not asked for."""
+    conversations: Mapping[str, Conversation]
+    """The requests of every prompt by its id; empty as well."""
+    recorded: Recorded | None
+    """What becomes of the sources' own replies, where these are kept."""
     starts: dict[str, Start]
     """The heads that heads start from, by variant; the only head has no name."""
 
@@ -71,6 +77,8 @@ def check_loaded(
         starts |= {} if start is None else {name: start}
         found += in_variant(name, problems)
     lengths: dict[str, int] = {}
+    talks: dict[str, Conversation] = {}
+    recorded = None
     if target is not None:
         found += target_problems(recipe, target)
         for name, own in loaded.recipes.items():
@@ -81,12 +89,14 @@ def check_loaded(
         if prompts is not None and render and target.tokenizer.chat_template:
             lengths = attempt(found, "prompts.sources", lambda: prompt_lengths(target, prompts.prompts)) or {}
             found += length_problems(recipe, prompts.prompts, lengths)
+            read = partial(conversations_of, target, prompts.prompts, recipe.traffic)
+            talks, recorded = (attempt(found, "prompts.sources", read) if not found else None) or ({}, None)
         if here and not found:
             needs = attempt(found, "target.model", lambda: measure_needs(loaded, target))
             found += [] if needs is None or needs.fits else [("target.model", needs.refusal())]
     if found or target is None or prompts is None:
         raise WrongInput(describe(path, [Problem(place_of(path, overrides, key), key, text) for key, text in found]))
-    return Checked(target, prompts, lengths, starts)
+    return Checked(target, prompts, lengths, talks, recorded, starts)
 
 
 def read_prompts(found: Findings, settings: PromptSettings, base: Path) -> PromptSet | None:

@@ -40,6 +40,8 @@ def check(recipe_text: str, overrides: list[str], dry_run: bool) -> None:
         print_plan(loaded, path, checked, threads)
     else:
         print("".join(f"{line}\n" for line in skip_lines(checked.prompts)), end="")
+        if checked.recorded is not None:
+            print(checked.recorded.describe())
         for name, start in checked.starts.items():
             head = name or "the head"
             print(f"{head} starts from the {start.layout} {start.folder} ({start.kind}, sha256 {start.sha256[:12]})")

@@ -37,11 +37,11 @@ def some_prompts(number: int, splits: tuple[str, ...] = ("train",)) -> list[Prom
 
 
 def prompts_stage(root: Path, prompts: list[Prompt]) -> Stage:
-    stage = open_stage(root, "prompts", {"prompts": [p.prompt_id for p in prompts]}, seed=0)
+    stage = open_stage(root, "prompts", {"prompts": [[p.prompt_id, p.reply] for p in prompts]}, seed=0)
     with (stage.folder / "prompts.jsonl").open("w") as handle:
         for p in prompts:
             row = {"id": p.prompt_id, "route": p.route, "split": p.split, "messages": list(p.messages)}
-            handle.write(json.dumps({**row, "template_kwargs": p.template_kwargs}) + "\n")
+            handle.write(json.dumps({**row, "template_kwargs": p.template_kwargs, "reply": p.reply}) + "\n")
     stage.record("prompts.jsonl", len(prompts))
     stage.finish()
     return stage

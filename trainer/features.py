@@ -1,7 +1,7 @@
 """The features stage: taps and final states of every path, in packed shards, one for each chunk of traffic."""
 
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +25,6 @@ from headstart.heads.store import (
     stage_inputs,
 )
 from headstart.heads.target import States, TargetLoader
-from headstart.trainer.generation import Request
 from headstart.trainer.settings import TrafficSettings
 
 if TYPE_CHECKING:
@@ -107,20 +106,16 @@ def most_bytes(
 
 
 def check_disk(
-    features: Stage,
-    missing: list["Chunk"],
-    requests: Mapping[str, Request],
-    settings: TrafficSettings,
-    load_target: TargetLoader,
+    features: Stage, prompts: Sequence[tuple[str, int]], settings: TrafficSettings, load_target: TargetLoader
 ) -> None:
     """Say how large the missing features can become, and refuse what cannot fit.
+
+    Args:
+        prompts: split and number of tokens of each whose features are missing.
 
     Raises:
         WrongInput: more bytes than the disk has free.
     """
-    prompts = [
-        (chunk.split, len(requests[prompt.prompt_id].token_ids)) for chunk in missing for prompt in chunk.prompts
-    ]
     if not prompts:
         return
     tokens, size = most_bytes(prompts, settings, load_target)
@@ -136,14 +131,13 @@ def check_disk(
         )
 
 
-def write_shard(features: Stage, chunk: "Chunk", states: list[States], taps: list[int]) -> None:
-    """Commit a chunk's features, in the precision it keeps."""
-    prompt_ids = [prompt.prompt_id for prompt in chunk.prompts]
+def write_shard(features: Stage, chunk: "Chunk", states: Mapping[str, States], taps: list[int]) -> None:
+    """Commit a chunk's features, by prompt id, in the precision it keeps."""
+    prompt_ids = list(states)
     name = shard_name(chunk.number)
     with atomic_path(features.folder / name) as temporary:
-        write_tensors(
-            temporary, shard_tensors(states, chunk.states_dtype), write_metadata(prompt_ids, taps, features.key)
-        )
+        tensors = shard_tensors(list(states.values()), chunk.states_dtype)
+        write_tensors(temporary, tensors, write_metadata(prompt_ids, taps, features.key))
     features.record(name, len(prompt_ids))
 
 

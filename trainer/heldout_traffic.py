@@ -11,11 +11,12 @@ from typing import Any
 
 from headstart.heads.store import Stage, open_stage, remove_leftovers
 from headstart.heads.target import TargetLoader
+from headstart.trainer.conversations import plan_conversations
 from headstart.trainer.features import finish, has
 from headstart.trainer.progress import Progress
 from headstart.trainer.prompts import read_prompts
 from headstart.trainer.settings import TrafficSettings
-from headstart.trainer.traffic import answer_chunks, plan_chunks, render, traffic_inputs, write_part
+from headstart.trainer.traffic import answer_chunks, num_requests, plan_chunks, traffic_inputs, write_part
 
 SPLIT = "heldout"
 
@@ -45,12 +46,12 @@ def make_heldout_traffic(
         return stage
     remove_leftovers(stage.folder)
     own = [prompt for prompt in read_prompts(prompts.folder) if prompt.split == SPLIT]
-    requests = render(load_target, own, settings)
+    talks = plan_conversations(load_target, own, settings)
     todo = [chunk for chunk in plan_chunks(own, settings, keep_states=False) if not has(stage, chunk.part)]
-    progress = Progress(f"traffic at temperature {settings.temperature:g}", sum(len(chunk.prompts) for chunk in todo))
-    with closing(answer_chunks(load_target, stage, todo, requests, settings, seed, progress)) as answers:
-        for chunk, dtype, (replies, _) in answers:
-            write_part(stage, chunk, requests, replies, settings, dtype)
+    progress = Progress(f"traffic at temperature {settings.temperature:g}", num_requests(todo, talks))
+    with closing(answer_chunks(load_target, stage, todo, talks, settings, seed, progress)) as answers:
+        for chunk, dtype, answer in answers:
+            write_part(stage, chunk, answer.rows, settings, dtype)
     progress.finish()
     finish(stage)
     return stage

@@ -18,7 +18,7 @@ Otherwise the row is refused with its reason.
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from headstart.heads.errors import WrongInput
@@ -46,6 +46,12 @@ class MarkedReply:
     reply_ids: list[int]  # ends in what ends the turn, unless it was cut
     finish_reason: str  # stop | length
     notes: list[str] = field(default_factory=list)  # what the user should know and can be counted
+
+    def cut(self, limit: int) -> "MarkedReply":
+        """The same with at most `limit` reply tokens; no end of turn is invented."""
+        if len(self.reply_ids) <= limit:
+            return self
+        return replace(self, reply_ids=self.reply_ids[:limit], finish_reason="length")
 
 
 def mark_reply(
@@ -83,9 +89,7 @@ def mark_reply(
         notes += tag_notes(tokenizer, prompt, reply, len(prompt_ids), len(reply_ids), ended)
     if ended and reply.get("finish_reason") == "length":  # the template closes a turn that the target never closed
         reply_ids, ended = reply_ids[:-1], False
-    if len(reply_ids) > max_new_tokens:
-        reply_ids, ended = reply_ids[:max_new_tokens], False
-    return MarkedReply(prompt_ids, reply_ids, "stop" if ended else "length", notes)
+    return MarkedReply(prompt_ids, reply_ids, "stop" if ended else "length", notes).cut(max_new_tokens)
 
 
 @dataclass(frozen=True)

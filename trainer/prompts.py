@@ -16,14 +16,14 @@ from headstart.heads.paths import SPLITS, Prompt
 from headstart.heads.store import Stage, atomic_path, hash_file, hash_json, open_stage, remove_leftovers, stage_inputs
 from headstart.trainer.settings import PromptSettings
 from headstart.trainer.similarity import NearIndex, prompt_text
-from headstart.trainer.sources import Rows, Skip, read_source, role_names, source_hash, source_path
+from headstart.trainer.sources import Rows, Skip, read_source, role_names, source_hash, source_path, template_kwargs
 from headstart.trainer.templates import builtin_files, builtin_prompts, in_turn, prompts_folder
 
 if TYPE_CHECKING:
     from headstart.heads.target import TargetLoader
 
 BUILTIN = "builtin"
-STAGE_VERSION = 1
+STAGE_VERSION = 2
 PROMPTS_FILE = "prompts.jsonl"
 SKIPPED_FILE = "skipped.jsonl"
 
@@ -92,6 +92,7 @@ def make_prompts(
             "split": prompt.split,
             "messages": list(prompt.messages),
             "template_kwargs": prompt.template_kwargs,
+            "reply": prompt.reply,
         }
         for prompt in found.prompts
     ]
@@ -106,7 +107,7 @@ def read_prompts(folder: Path, split: str | None = None) -> list[Prompt]:
     with (folder / PROMPTS_FILE).open(encoding="utf-8") as handle:
         rows = [json.loads(line) for line in handle]
     return [
-        Prompt(row["route"], tuple(row["messages"]), row["split"], row["template_kwargs"])
+        Prompt(row["route"], tuple(row["messages"]), row["split"], row["template_kwargs"], row["reply"])
         for row in rows
         if split is None or row["split"] == split
     ]
@@ -125,7 +126,8 @@ def add_synthesized(found: PromptSet, settings: PromptSettings, seed: int, targe
 
     written = synthesize(target, settings.num_synthesized, seed, found.prompts, settings.routes)
     last = len(found.of("train"))
-    found.prompts[last:last] = written.prompts
+    kwargs = template_kwargs(settings.template_kwargs)
+    found.prompts[last:last] = [replace(prompt, template_kwargs=kwargs) for prompt in written.prompts]
     found.notes[f"written by the target, of {written.num_sampled:,} turns sampled"] = len(written.prompts)
     for reason, number in written.reasons.items():
         found.notes[f"turns of the target not kept: {reason}"] = number
@@ -161,9 +163,9 @@ def gather(settings: PromptSettings, base: Path) -> PromptSet:
         WrongInput: a file is missing, a route is unknown, or a split is left without prompts.
     """
     found = PromptSet()
-    roles = role_names(settings.roles)
-    heldout = distinct(read_heldout(settings, base, roles), found)
-    pool = [prompt for name in settings.sources for prompt in distinct(read_training(name, base, roles), found)]
+    roles, kwargs = role_names(settings.roles), template_kwargs(settings.template_kwargs)
+    heldout = distinct(read_heldout(settings, base, roles), found, kwargs)
+    pool = [prompt for name in settings.sources for prompt in distinct(read_training(name, base, roles), found, kwargs)]
     pool = unique(pool, found, "the same in two sources")
     check_routes(settings.routes, pool)
     if settings.routes:
@@ -206,16 +208,25 @@ def read_training(name: str, base: Path, roles: dict[str, str]) -> Rows:
     return rows
 
 
-def prompt_order(prompt: Prompt) -> tuple[str, str]:
-    """An order by content; equal requests under two routes have one too."""
-    return prompt.prompt_id, prompt.route
+def prompt_order(prompt: Prompt) -> tuple[str, str, str]:
+    """An order by content; equal requests under two routes, or with two replies, have one too."""
+    return prompt.prompt_id, prompt.route, json.dumps(prompt.reply, sort_keys=True)
 
 
-def distinct(rows: Rows, found: PromptSet) -> list[Prompt]:
-    """Prompts of one source, each once; its skipped rows and notes go to `found`."""
+def distinct(rows: Rows, found: PromptSet, kwargs: dict[str, Any]) -> list[Prompt]:
+    """Prompts of one source, each once, with the template arguments of all; skipped rows and notes go to `found`."""
     found.skips += rows.skips
     found.notes.update(rows.notes)
-    return unique(rows.prompts, found, "the same request again")
+    alike = []
+    for prompt in rows.prompts:
+        own = prompt.template_kwargs
+        if other := [f"{name} = {own[name]!r}" for name in kwargs if own.get(name, kwargs[name]) != kwargs[name]]:
+            found.skips.append(
+                skip_of(prompt, f"made with {', '.join(other)}, which prompts.template_kwargs says otherwise")
+            )
+        else:
+            alike.append(replace(prompt, template_kwargs={**own, **kwargs}))
+    return unique(alike, found, "the same request again")
 
 
 def unique(prompts: Iterable[Prompt], found: PromptSet, reason: str) -> list[Prompt]:
@@ -228,14 +239,14 @@ def unique(prompts: Iterable[Prompt], found: PromptSet, reason: str) -> list[Pro
 
 
 def without_near(others: list[Prompt], found: PromptSet, reason: str) -> Callable[[Prompt], bool]:
-    """A filter for prompts that are no near-duplicates of `others`; each one dropped is listed once."""
-    index = NearIndex.of(others)
+    """A filter for prompts none of whose turns is near a turn of `others`; each one dropped is listed once."""
+    index = NearIndex.of(prompt.request(turn) for prompt in others for turn in prompt.turns)
     dropped: set[str] = set()
 
     def fits(prompt: Prompt) -> bool:
         if prompt.prompt_id in dropped:
             return False
-        if index.holds_near(prompt):
+        if any(index.holds_near(prompt.request(turn)) for turn in prompt.turns):
             dropped.add(prompt.prompt_id)
             found.skips.append(skip_of(prompt, reason))
             return False

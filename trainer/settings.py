@@ -18,6 +18,8 @@ class PromptSettings:
     """Keep only these routes; empty keeps all."""
     roles: list[str] = field(default_factory=list)
     """Names that files use for roles, as NAME=ROLE (my_model=assistant); human and gpt are known."""
+    template_kwargs: list[str] = field(default_factory=list)
+    """Arguments of the chat template, as NAME=VALUE (enable_thinking=false); rows that say otherwise are skipped."""
     num_train: Count = 2000
     """Training prompts taken from the sources, balanced over routes; 0 takes all."""
     num_validation: Positive = 64
@@ -42,6 +44,8 @@ MIN_TEMPERATURE = 1e-3  # logits over less leave the range of float32, or its pr
 class TrafficSettings:
     """How the target answers."""
 
+    replies: Literal["all", "last", "recorded"] = "all"
+    """Assistant turns the target answers: all in order, only the last, or (recorded) none: training rows keep their own."""
     max_new_tokens: Annotated[int, Bounds(low=2)] = 128
     """Longest reply; one cut here gets no invented stop token."""
     temperature: NonNegative = 0.0

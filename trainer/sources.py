@@ -21,6 +21,9 @@ ALL_ROUTES = "all"  # the name of the rows over every route
 ENDINGS = (".jsonl", ".json", ".parquet")
 
 
+ENDS_WITH_REPLY = "the last turn is a reply, which is no part of the prompt"
+
+
 class BadRow(Exception):
     """Why one row is skipped."""
 
@@ -60,6 +63,24 @@ def role_names(pairs: list[str]) -> dict[str, str]:
             )
         names[name] = role
     return names
+
+
+def template_kwargs(pairs: list[str]) -> dict[str, Any]:
+    """The template arguments of a recipe (`name=value`): values as JSON says them, else text.
+
+    Raises:
+        WrongInput: a pair is not of that form, or names no variable of a chat template.
+    """
+    found: dict[str, Any] = {}
+    for pair in pairs:
+        name, _, value = (part.strip() for part in pair.partition("="))
+        if not name.isidentifier() or not value or name in RENDERING:
+            raise WrongInput(
+                f"prompts.template_kwargs: found {pair!r}, expected NAME=VALUE with a variable of the chat template, for "
+                "example prompts.template_kwargs=[enable_thinking=false]"
+            )
+        found[name] = parsed_or_text(value)
+    return found
 
 
 def source_path(name: str, base: Path, setting: str) -> Path:
@@ -205,7 +226,7 @@ CONSTRAINTS = (
     *("guided_json", "guided_regex", "guided_choice", "guided_grammar", "regex", "ebnf"),
 )
 
-ROW_KEYS = ("id", "route", "messages", "conversations", "prompt", "template_kwargs")
+ROW_KEYS = ("id", "route", "messages", "conversations", "prompt", "template_kwargs", "finish_reason")
 
 
 def read_row(row: Any, roles: Mapping[str, str], split: str) -> tuple[Prompt, list[str]]:
@@ -227,15 +248,18 @@ def read_row(row: Any, roles: Mapping[str, str], split: str) -> tuple[Prompt, li
         turns = row.get("prompt")  # a list of turns under this name is common too
     if turns is None:
         raise BadRow("no messages and no prompt")
-    messages, changed = read_messages(turns, roles)
+    messages, reply = read_messages(turns, roles)
+    changed = [] if reply is None else [ENDS_WITH_REPLY]
+    if reply is not None and row.get("finish_reason") is not None:
+        reply["finish_reason"] = row["finish_reason"]
     kwargs = parsed(row.get("template_kwargs")) or {}
     if not isinstance(kwargs, dict):
         raise BadRow("template_kwargs is not an object")
     if reserved := sorted(RENDERING & kwargs.keys()):
         raise BadRow(f"template_kwargs sets {', '.join(reserved)}, which is no variable of a chat template")
-    prompt = Prompt(read_route(row.get("route")), messages, split, kwargs)
+    prompt = Prompt(read_route(row.get("route")), messages, split, kwargs, reply)
     try:
-        _ = prompt.prompt_id, prompt.route.encode()
+        _ = prompt.prompt_id, prompt.route.encode(), json.dumps(reply, ensure_ascii=False).encode()
     except UnicodeEncodeError:
         raise BadRow("holds half a surrogate pair, which is no Unicode text") from None
     return prompt, changed
@@ -269,8 +293,8 @@ def parsed_or_text(value: Any) -> Any:
         return value
 
 
-def read_messages(turns: Any, roles: Mapping[str, str]) -> tuple[tuple[dict[str, Any], ...], list[str]]:
-    """Turns as the target's chat template takes them, ending where the target answers.
+def read_messages(turns: Any, roles: Mapping[str, str]) -> tuple[tuple[dict[str, Any], ...], dict[str, Any] | None]:
+    """Turns as the target's chat template takes them, ending where the target answers; and the source's reply there.
 
     Raises:
         BadRow: the order of roles is none that a chat can have, or a turn has no text.
@@ -278,7 +302,6 @@ def read_messages(turns: Any, roles: Mapping[str, str]) -> tuple[tuple[dict[str,
     if not isinstance(turns, list):
         raise BadRow("messages are not a list")
     messages = [read_turn(turn, roles) for turn in turns]
-    changed: list[str] = []
     dialogue = messages[1:] if messages and messages[0]["role"] == "system" else messages
     if not messages:
         raise BadRow("empty conversation")
@@ -294,10 +317,8 @@ def read_messages(turns: Any, roles: Mapping[str, str]) -> tuple[tuple[dict[str,
             raise BadRow(f"repeated role {role}")
         if role == "tool" and before["role"] == "user":
             raise BadRow("tool turn without a call")
-    if dialogue[-1]["role"] == "assistant":
-        messages.pop()
-        changed.append("last assistant turn dropped: the target answers itself")
-    return tuple(messages), changed
+    reply = messages.pop() if dialogue[-1]["role"] == "assistant" else None
+    return tuple(messages), reply
 
 
 def read_turn(turn: Any, roles: Mapping[str, str]) -> dict[str, Any]:

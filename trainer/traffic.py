@@ -1,25 +1,27 @@
 """The traffic stage: the target answers every prompt, and the states of what it just said become features.
 
-Prompts are answered in fixed chunks. A chunk's features are committed before its traffic, so traffic that is recorded
-always has the features of the pass that produced it, and a killed run repeats at most the chunk it was in. Features of
-other taps, asked for when the traffic is already there, are read back teacher-forced.
+Conversations are answered turn by turn (`trainer/conversations.py`), or keep the replies that they bring
+(`trainer/recorded.py`), in fixed chunks of prompts. A chunk's features are committed before its traffic, so traffic that
+is there always has the features of the pass that produced it, and a killed run repeats at most the chunk it was in.
+Features of other taps, asked for when the traffic is already there, are read back teacher-forced.
 """
 
 import json
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from itertools import groupby, pairwise
 from pathlib import Path as FilePath
 from typing import Any
 
 import torch
 
-from headstart.heads.errors import WrongInput
-from headstart.heads.paths import SPLITS, Prompt, read_part
+from headstart.heads.paths import SPLITS, UNKNOWN, Prompt, read_part
 from headstart.heads.sampling import Sampling
 from headstart.heads.store import Stage, atomic_path, open_stage, remove_leftovers, stage_inputs
 from headstart.heads.target import States, Target, TargetLoader
+from headstart.trainer.conversations import Answered, Conversation, answer_turns, longest_request
 from headstart.trainer.features import (
     check_disk,
     features_inputs,
@@ -34,14 +36,26 @@ from headstart.trainer.generation import Generator as ReplyGenerator
 from headstart.trainer.generation import Reply, Request
 from headstart.trainer.progress import Progress
 from headstart.trainer.prompts import read_prompts
+from headstart.trainer.recorded import conversations_of, read_recorded
 from headstart.trainer.settings import TrafficSettings
 from headstart.trainer.workers import in_order, num_workers
 
 STAGE_VERSION = 1
 READ_PATHS = 64  # recorded paths that are read together
-NUM_NAMED = 5  # prompts listed in an error
 
-Answers = tuple[list[Reply], list[States]]
+
+@dataclass
+class Answers:
+    """What a chunk got."""
+
+    rows: list[Answered] = field(default_factory=list)
+    states: dict[str, States] = field(default_factory=dict)  # by prompt id, in the order of the rows
+    ended: Counter[str] = field(default_factory=Counter)  # why conversations ended before their last turn
+
+    @classmethod
+    def of(cls, rows: list[Answered], ended: Counter[str] | None = None) -> "Answers":
+        states = {row.request.prompt_id: row.reply.states for row in rows if row.reply.states is not None}
+        return cls(rows, states, ended or Counter())
 
 
 @dataclass(frozen=True)
@@ -85,18 +99,21 @@ def make_traffic(
         return traffic, features
     remove_leftovers(traffic.folder)
     remove_leftovers(features.folder)
-    chunks = plan_chunks(read_prompts(prompts.folder), settings)
-    requests = render(load_target, [prompt for chunk in chunks for prompt in chunk.prompts], settings)
+    asked = read_prompts(prompts.folder)
+    talks, recorded = conversations_of(load_target, asked, settings)
+    if recorded is not None:
+        print(recorded.describe(), flush=True)
+    chunks = plan_chunks([prompt for prompt in asked if prompt.prompt_id in talks], settings)
     todo = [chunk for chunk in chunks if not has(traffic, chunk.part) or needs_features(features, chunk)]
     missing = [chunk for chunk in todo if needs_features(features, chunk)]
-    check_disk(features, missing, requests, settings, load_target)
-    progress = Progress("traffic", sum(len(chunk.prompts) for chunk in todo))
-    with closing(answer_chunks(load_target, traffic, todo, requests, settings, seed, progress)) as answers:
-        for chunk, dtype, (replies, states) in answers:
-            if states:
-                write_shard(features, chunk, states, load_target.taps)
-            if replies:
-                write_part(traffic, chunk, requests, replies, settings, dtype)
+    check_disk(features, rows_of(missing, talks), settings, load_target)
+    progress = Progress("traffic", num_requests(todo, talks))
+    with closing(answer_chunks(load_target, traffic, todo, talks, settings, seed, progress)) as answers:
+        for chunk, dtype, answer in answers:
+            if answer.states:
+                write_shard(features, chunk, answer.states, load_target.taps)
+            if answer.rows:
+                write_part(traffic, chunk, answer.rows, settings, dtype)
     progress.finish()
     finish(features)
     finish(traffic)
@@ -107,25 +124,29 @@ def answer_chunks(
     load_target: TargetLoader,
     traffic: Stage,
     todo: list[Chunk],
-    requests: dict[str, Request],
+    talks: Mapping[str, Conversation],
     settings: TrafficSettings,
     seed: int,
     progress: Progress,
 ) -> Generator[tuple[Chunk, str, Answers], None, None]:
-    """Every chunk in order with the precision it was answered in, and its replies and states; close it to stop early."""
-    longest = max(len(request.token_ids) for request in requests.values())
+    """Every chunk in order with the precision it was answered in, and its rows and states; close it to stop early."""
+    longest = longest_request(talks)
+    ended: Counter[str] = Counter()
     for dtype, group in groupby(
         todo, lambda chunk: load_target.dtype if chunk.split == "train" else settings.eval_dtype
     ):
         target, own = load_target(dtype), list(group)
 
         def make_worker(target: Target = target) -> Callable[[Chunk], Answers]:
-            return Answerer(target, traffic, requests, settings, longest, seed, progress)
+            return Answerer(target, traffic, talks, settings, longest, seed, progress)
 
         jobs = in_order(own, make_worker, num_workers(target, len(own)), progress.stop)
         with closing(jobs) as answers:
             for chunk, answer in zip(own, answers, strict=True):
+                ended += answer.ended
                 yield chunk, dtype, answer
+    for reason, number in ended.most_common():
+        print(f"{number:,} conversations ended before their last turn: {reason}")
 
 
 class Answerer:
@@ -135,14 +156,14 @@ class Answerer:
         self,
         target: Target,
         traffic: Stage,
-        requests: dict[str, Request],
+        talks: Mapping[str, Conversation],
         settings: TrafficSettings,
         longest: int,
         seed: int,
         progress: Progress,
     ) -> None:
-        """`longest` prompt of the whole stage, so that chunks do not depend on which of them are left to do."""
-        self.target, self.traffic, self.requests, self.progress = target, traffic, requests, progress
+        """`longest` request of the whole stage, so that chunks do not depend on which of them are left to do."""
+        self.target, self.traffic, self.talks, self.settings, self.progress = target, traffic, talks, settings, progress
         self._make = lambda: ReplyGenerator(
             target,
             sampling_of(settings),
@@ -154,22 +175,32 @@ class Answerer:
         self._generator: ReplyGenerator | None = None
 
     def __call__(self, chunk: Chunk) -> Answers:
-        """Replies (none where they are recorded) and states of every prompt of a chunk."""
+        """Rows (none where they are written already) and states of every request of a chunk."""
         if has(self.traffic, chunk.part):
-            return [], list(self._read(chunk))
-        self._generator = self._generator or self._make()
-        own = [self.requests[prompt.prompt_id] for prompt in chunk.prompts]
-        replies = self._generator.generate(own, chunk.states_dtype, self.progress.add)
-        return replies, [reply.states for reply in replies if reply.states is not None]
+            return Answers(states=dict(self._read(chunk)))
+        talks = [self.talks[prompt.prompt_id] for prompt in chunk.prompts]
+        if keeps_replies(chunk, self.settings):
+            return Answers.of(read_recorded(self.target, talks, chunk.states_dtype, self.progress.add))
+        self._generator = generator = self._generator or self._make()
 
-    def _read(self, chunk: Chunk) -> Iterator[States]:
-        """States of a chunk whose replies are recorded, in its precision, a few paths at a time."""
+        def generate(requests: list[Request]) -> list[Reply]:
+            return generator.generate(requests, chunk.states_dtype, self.progress.add)
+
+        return Answers.of(*answer_turns(self.target, talks, self.settings, generate))
+
+    def _read(self, chunk: Chunk) -> Iterator[tuple[str, States]]:
+        """States of a chunk whose rows are written, in its precision, a few paths at a time."""
         paths = list(read_part(self.traffic.folder / chunk.part))
         for begin in range(0, len(paths), READ_PATHS):
             few = paths[begin : begin + READ_PATHS]
-            for states in self.target.read([path.token_N for path in few]):
-                yield States(*(x.to("cpu", chunk.states_dtype) for x in (states.taps, states.final)))
+            for path, states in zip(few, self.target.read([path.token_N for path in few]), strict=True):
+                yield path.prompt_id, States(*(x.to("cpu", chunk.states_dtype) for x in (states.taps, states.final)))
             self.progress.add(0, len(few))
+
+
+def keeps_replies(chunk: Chunk, settings: TrafficSettings) -> bool:
+    """Whether a chunk's replies are those of the sources."""
+    return settings.replies == "recorded" and chunk.split == "train"
 
 
 def sampling_of(settings: TrafficSettings) -> Sampling:
@@ -206,38 +237,25 @@ def plan_chunks(prompts: list[Prompt], settings: TrafficSettings, keep_states: b
     return chunks
 
 
-def render(load_target: TargetLoader, prompts: list[Prompt], settings: TrafficSettings) -> dict[str, Request]:
-    """Token ids of every prompt.
+def num_requests(chunks: Sequence[Chunk], talks: Mapping[str, Conversation]) -> int:
+    """Requests that chunks ask, rows or not."""
+    return sum(len(talks[prompt.prompt_id].requests) for chunk in chunks for prompt in chunk.prompts)
 
-    Raises:
-        WrongInput: prompts longer than `traffic.max_prompt_tokens` or the target's context, the first few named.
-    """
-    requests: dict[str, Request] = {}
-    too_long: list[str] = []
-    context = load_target.facts.max_position
-    limit = min(settings.max_prompt_tokens, context - 1)
-    for prompt in prompts:
-        request = Request(prompt.prompt_id, load_target.render(prompt))
-        requests[prompt.prompt_id] = request
-        if len(request.token_ids) > limit:
-            too_long.append(f"{prompt.prompt_id[:12]} ({len(request.token_ids)} tokens)")
-    if too_long:
-        reason = "traffic.max_prompt_tokens" if limit == settings.max_prompt_tokens else "the target's context"
-        raise WrongInput(
-            f"prompts: found {len(too_long)} longer than {limit} tokens ({reason}): {', '.join(too_long[:NUM_NAMED])}"
-            f"{', ..' if len(too_long) > NUM_NAMED else ''}.\n"
-            f"Shorten or remove them, or raise traffic.max_prompt_tokens (the target's context is {context} tokens)."
-        )
-    if len(requests) < len(prompts):
-        raise WrongInput(f"prompts: found {len(prompts) - len(requests)} repeated prompts, expected each once.")
-    return requests
+
+def rows_of(chunks: Sequence[Chunk], talks: Mapping[str, Conversation]) -> list[tuple[str, int]]:
+    """Split, and the most prompt tokens, of every row that chunks will have."""
+    return [
+        (chunk.split, tokens)
+        for chunk in chunks
+        for prompt in chunk.prompts
+        for tokens in talks[prompt.prompt_id].kept_tokens
+    ]
 
 
 def write_part(
     traffic: Stage,
     chunk: Chunk,
-    requests: dict[str, Request],
-    replies: list[Reply],
+    answered: Sequence[Answered],
     settings: TrafficSettings,
     dtype: str,
 ) -> None:
@@ -245,13 +263,14 @@ def write_part(
     import pyarrow as arrow
     import pyarrow.parquet as parquet
 
-    sampling = json.dumps(sampling_of(settings).to_dict())
+    kept = keeps_replies(chunk, settings)
+    sampling = json.dumps(UNKNOWN if kept else sampling_of(settings).to_dict())
     rows = []
-    for prompt, reply in zip(chunk.prompts, replies, strict=True):
-        prompt_ids = requests[prompt.prompt_id].token_ids
+    for row in answered:
+        prompt, prompt_ids, reply = row.prompt, row.request.token_ids, row.reply
         rows.append(
             {
-                "prompt_id": prompt.prompt_id,
+                "prompt_id": row.request.prompt_id,
                 "route": prompt.route,
                 "split": prompt.split,
                 "messages": json.dumps(list(prompt.messages), ensure_ascii=False),
@@ -262,7 +281,7 @@ def write_part(
                 "finish_reason": reply.finish_reason,
                 "stop_token_id": reply.token_ids[-1] if reply.finish_reason == "stop" else None,
                 "sampling": sampling,
-                "backend": f"local-{dtype}",
+                "backend": f"{'recorded' if kept else 'local'}-{dtype}",
                 "chunk": chunk.number,
             }
         )
