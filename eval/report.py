@@ -32,6 +32,7 @@ from headstart.eval.temperatures import temperature_table
 from headstart.eval.vocabulary_text import vocabulary_table
 from headstart.heads.errors import WrongInput
 from headstart.heads.intervals import interval_text
+from headstart.heads.paths import count_cut, trained_on
 from headstart.heads.store import atomic_path
 
 REPORT = "report.md"
@@ -95,7 +96,7 @@ def write_report(run: Path) -> Path:
             f"## Training\n\n![accept_len during training]({TRAINING_PLOT})\n\naccept_len on the validation replies, which "
             "choose the checkpoint; the figures above are of held-out replies, which choose nothing."
         )
-    parts += [HOW_TO_READ, provenance(acceptance, results["speed"])]
+    parts += [HOW_TO_READ, provenance(acceptance, results["speed"], training_lines(run))]
     path = run / REPORT
     with atomic_path(path) as temporary:
         temporary.write_text("\n\n".join(part.strip() for part in parts if part) + "\n", encoding="utf-8")
@@ -327,16 +328,24 @@ def confidence_part(calibration: dict[str, Any] | None, plot: Path) -> str:
     return "\n\n".join(text)
 
 
-def provenance(acceptance: dict[str, Any], speed: dict[str, Any] | None) -> str:
+def provenance(acceptance: dict[str, Any], speed: dict[str, Any] | None, more: Sequence[str] = ()) -> str:
     checkpoint, prompts = acceptance["checkpoint"], acceptance["prompts"]
     lines = [
         f"- head: {checkpoint['kind']}, step {checkpoint['step']}, sha256 {checkpoint['sha256']}",
         f"- target: {acceptance['target']['name']}, fingerprint {acceptance['target']['fingerprint']}",
         f"- prompts: {prompts['name']}, sha256 {prompts['sha256']}, replies of at most {prompts['max_new_tokens']} tokens",
     ]
+    lines += more
     if speed is not None:
         lines.append("- versions: " + ", ".join(f"{k} {v}" for k, v in speed["hardware"]["versions"].items()))
     return "## Made from\n\n" + "\n".join(lines)
+
+
+def training_lines(run: Path) -> list[str]:
+    """What a head learned from: whose replies, and how many of them were cut."""
+    lines = [f"- {remark}"] if (remark := trained_on(run)) else []
+    number, total = count_cut(run / "traffic") if (run / "traffic").exists() else (0, 0)
+    return lines + ([f"- training replies cut at a limit: {number / total:.0%} of {total:,}"] if total else [])
 
 
 def read_curve(path: Path) -> list[dict[str, Any]]:

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from headstart.heads.store import finished_stage
+from headstart.heads.store import MANIFEST, MANIFEST_SCHEMA, finished_stage, read_json
 
 SPLITS = ("train", "validation", "heldout")
 UNKNOWN: dict[str, Any] = {"recorded": True}  # sampling of replies that the target did not write here
@@ -86,6 +86,31 @@ def read_paths(folder: FilePath, split: str | None = None) -> Iterator[Path]:
         for path in read_part(folder / name):
             if split is None or path.split == split:
                 yield path
+
+
+def trained_on(run: FilePath) -> str:
+    """A remark on the training replies of a run, for report and card; empty where they are the target's own."""
+    manifest = run / "traffic" / MANIFEST
+    settings = read_json(manifest, MANIFEST_SCHEMA)["inputs"]["settings"] if manifest.exists() else {}
+    recorded = settings.get("replies") == "recorded" and "splits" not in settings
+    return "trained on replies that its sources brought, not on what the target says itself" if recorded else ""
+
+
+def count_cut(folder: FilePath) -> tuple[int, int]:
+    """Training replies of a finished traffic stage that a limit cut, and all of them.
+
+    Raises:
+        WrongInput: as `read_paths`.
+    """
+    import pyarrow.parquet as parquet
+
+    reasons = [
+        row["finish_reason"]
+        for name in sorted(finished_stage(folder).outputs)
+        for row in parquet.read_table(folder / name, columns=["split", "finish_reason"]).to_pylist()
+        if row["split"] == "train" and row["finish_reason"] != "error"
+    ]
+    return reasons.count("length"), len(reasons)
 
 
 def read_part(file: FilePath) -> Iterator[Path]:

@@ -113,6 +113,14 @@ def build_parser() -> argparse.ArgumentParser:
     add_eval(commands)
     add_export_and_import(commands)
 
+    inspect = add(commands, "inspect", inspect_command, "show training rows token by token, with what is supervised")
+    inspect.add_argument(
+        "run", metavar="RUN|RECIPE", help="a run, or a recipe that has not run: a few prompts are answered"
+    )
+    inspect.add_argument("overrides", nargs="*", metavar="key=value", help="settings that win over the recipe's")
+    inspect.add_argument("--rows", type=positive, default=3, metavar="N", help="rows to show (default 3)")
+    inspect.epilog = "examples:\n  headstart inspect eagle\n  headstart inspect mine.yaml --rows 5"
+
     compare = add(commands, "compare", compare_command, "compare measured heads, prompt by prompt")
     compare.add_argument(
         "runs", nargs="+", metavar="RUN", help="as for eval; the first is what the others are compared with"
@@ -306,6 +314,12 @@ def import_command(options: argparse.Namespace) -> None:
     from headstart.launch.commands import import_head
 
     import_head(options.folder, options.out, options.recipe, options.overrides)
+
+
+def inspect_command(options: argparse.Namespace) -> None:
+    from headstart.launch.commands import inspect
+
+    inspect(options.run, options.overrides, options.rows)
 
 
 def compare_command(options: argparse.Namespace) -> None:

@@ -150,6 +150,23 @@ def import_head(folder: str, out: Path, recipe_text: str, overrides: list[str]) 
         run_import(recipe, path, run, start)
 
 
+def inspect(text: str, overrides: list[str], rows: int) -> None:
+    """Show a few training rows: those of a run, else what a recipe's first prompts would give."""
+    try:
+        run = None if Path(text).is_file() else find_run(text)[0]
+    except WrongInput:
+        run = None
+    path = find_recipe(text) if run is None else run.recipe
+    recipe = load(path, overrides).shared if run is None else run_recipe(run, overrides)
+    ready_process(recipe)
+    from headstart.launch.inspecting import inspect_recipe, inspect_run
+
+    if run is None:
+        inspect_recipe(recipe, path.parent, rows)
+    else:
+        inspect_run(recipe, run, rows)
+
+
 def compare(run_texts: list[str], draft_length: int | None, draft: str) -> None:
     """Print the paired comparison of measured heads with the first of them; reads files only."""
     if len(run_texts) < 2:

@@ -23,6 +23,7 @@ from headstart.heads.export.scheme import read_served, write_head
 from headstart.heads.layer_head import LayerHead
 from headstart.heads.mtp import MTP
 from headstart.heads.mtp_shipped import MTPShipped
+from headstart.heads.paths import trained_on
 from headstart.heads.shipped import tensor_files
 from headstart.heads.store import MANIFEST, MANIFEST_SCHEMA, hash_file, read_json, versions, write_json
 from headstart.heads.target import Target
@@ -76,6 +77,7 @@ def export_head(
         "data": {
             name: read_json(file, MANIFEST_SCHEMA)["key"] for name in STAGES if (file := run / name / MANIFEST).exists()
         },
+        "trained_on": trained_on(run),
         "folder": str(out.resolve()),
         "taps": head.taps,
         "tap_convention": TAP_CONVENTION,

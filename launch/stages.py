@@ -53,6 +53,7 @@ from headstart.trainer.heldout_traffic import at_temperature, heldout_inputs, ma
 from headstart.trainer.loop import Job, train
 from headstart.trainer.on_policy import OnPolicyRows
 from headstart.trainer.prompts import make_prompts, read_prompts
+from headstart.trainer.supervision import check_supervision
 from headstart.trainer.traffic import make_traffic, traffic_inputs
 
 EVAL_VERSION = 1
@@ -168,6 +169,12 @@ def head_and_rows(
 ) -> tuple[Head, TrainingRows]:
     """A head as training finds it, and what it learns from."""
     paths = list(read_paths(traffic, "train"))
+    num_cut = sum(path.finish_reason == "length" for path in paths)
+    fate = "kept, without a stop token" if recipe.train.cut_replies else "left out"
+    print(f"{num_cut:,} of {len(paths):,} training replies were cut at a limit ({fate})")
+    if not recipe.train.cut_replies:
+        paths = [path for path in paths if path.finish_reason != "length"]
+    check_supervision(paths, target.facts.stop_ids, recipe.train.depth)
     head = new_head(recipe, target, paths, find_start(recipe.head.init_from, run.root))
     source = (paths, reader, recipe.train.batch_tokens, recipe.run.seed)
     share = recipe.train.on_policy

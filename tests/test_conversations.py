@@ -11,7 +11,7 @@ from pyarrow.parquet import read_table
 from headstart.eval.heldout import check_paths
 from headstart.heads.errors import WrongInput
 from headstart.heads.features import FeatureReader
-from headstart.heads.paths import UNKNOWN, Prompt, read_paths
+from headstart.heads.paths import UNKNOWN, Prompt, count_cut, read_paths, trained_on
 from headstart.heads.target import TargetLoader
 from headstart.trainer.generation import Generator, Request
 from headstart.trainer.recorded import conversations_of
@@ -120,6 +120,13 @@ def test_replies_of_the_sources_are_rows_that_say_so(tmp_path, tiny_target):
     assert paths[0].sampling == UNKNOWN
     with pytest.raises(WrongInput, match="replies that a source brought"):
         check_paths(paths)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "traffic").symlink_to(traffic.folder)
+    assert (
+        trained_on(tmp_path / "run")
+        == "trained on replies that its sources brought, not on what the target says itself"
+    )
+    assert not trained_on(tmp_path)
 
 
 def test_rows_without_a_usable_reply_are_counted_and_none_at_all_is_an_error():
@@ -132,3 +139,15 @@ def test_rows_without_a_usable_reply_are_counted_and_none_at_all_is_an_error():
     assert "reply as it is trained: 'Yes.<|im_end|>'" in told
     with pytest.raises(WrongInput, match=r"which ends it.*\n.*traffic.replies=all"):
         conversations_of(loader, [bad], RECORDED)
+
+
+def test_another_limit_is_another_record(tmp_path):
+    """Case 22; and case 19: replies that are cut are counted, and end as they were cut."""
+    stage = prompts_stage(
+        tmp_path, [talk(f"Tea {i}?", reply="Boil water, then wait for a while. " * 3) for i in range(5)]
+    )
+    for limit in (12, 6):
+        settings = replace(RECORDED, max_new_tokens=limit)
+        traffic, _ = make_traffic(TargetLoader(TINY), stage, settings, tmp_path)
+        assert {path.num_reply_tokens for path in read_paths(traffic.folder)} == {limit}
+        assert count_cut(traffic.folder) == (5, 5)

@@ -165,6 +165,7 @@ def test_a_conversation_that_ends_with_a_reply_loses_it_and_is_counted(tmp_path)
     path = write_jsonl(tmp_path / "rows.jsonl", [{"messages": [system("s"), user("a"), assistant("b")]}])
     rows = read_source(path, role_names([]), "train")
     assert rows.prompts[0].messages == (system("s"), user("a"))
+    assert rows.prompts[0].reply == assistant("b")  # kept beside the request, for traffic.replies=recorded
     assert sum(rows.notes.values()) == 1
 
 
@@ -262,6 +263,25 @@ def test_validation_does_not_depend_on_the_number_of_training_prompts():
     large = gather(PromptSettings(routes=routes, num_train=128, num_validation=16), Path())
     assert small.of("validation") == large.of("validation")
     assert small.of("train") == large.of("train")[:16]
+
+
+def test_template_arguments_of_a_recipe_are_those_of_every_prompt(tmp_path):
+    """Case 8: a row that was made with other ones is skipped, one that says nothing gets them."""
+    said = [{"enable_thinking": False}, {"enable_thinking": True}, {"style": "brief"}, {}]
+    rows = [{**row, "template_kwargs": kwargs} for row, kwargs in zip(questions(4), said, strict=True)]
+    write_jsonl(tmp_path / "rows.jsonl", rows)
+    arguments = ["enable_thinking=false", "language=en"]
+    settings = PromptSettings(sources=["rows.jsonl"], num_train=0, num_validation=1, template_kwargs=arguments)
+    found = gather(settings, tmp_path)
+    kept = [prompt.template_kwargs for prompt in found.prompts if prompt.split != "heldout"]
+    own = {"enable_thinking": False, "language": "en"}
+    assert sorted(kept, key=len) == [own, own, own | {"style": "brief"}]
+    assert {json.dumps(prompt.template_kwargs) for prompt in found.of("heldout")} == {json.dumps(own)}
+    (skip,) = found.skips
+    assert "enable_thinking = True" in skip.reason
+    for wrong in ("enable_thinking", "=false", "tokenize=false"):
+        with pytest.raises(WrongInput, match="prompts.template_kwargs: found"):
+            gather(PromptSettings(template_kwargs=[wrong]), tmp_path)
 
 
 def test_only_wanted_routes_are_kept():

@@ -34,7 +34,8 @@ def print_start(head: Head, rows: TrainingRows, settings: TrainSettings, precisi
     print(f"{trained:,} trained parameters; the target's own weights are frozen and never saved")
     print(
         f"{len(rows.paths):,} paths, {rows.num_tokens:,} slots ({rows.num_skipped} without a supervised pair left out); "
-        f"{settings.num_steps:,} steps of {settings.batch_tokens:,} tokens are about {epochs:.1f} epochs"
+        f"{settings.num_steps:,} steps of {settings.batch_tokens:,} tokens are about {epochs:.1f} epochs; packing adds "
+        f"{rows.filler_share(settings.accumulate):.1%} of filler"
     )
     name = str(precision.dtype).removeprefix("torch.")
     print(f"matrix products in {name} ({precision.reason}); weights, softmax and optimiser in float32", flush=True)

@@ -17,7 +17,11 @@ from headstart.heads.batch import Batch, pack
 from headstart.heads.errors import WrongInput
 from headstart.heads.paths import Path
 
-SLOT_MULTIPLE = 64  # packed rows are padded up to this: every new shape costs oneDNN a new kernel
+# Packed rows are padded up to few lengths, because every new shape costs oneDNN a new kernel: at most 32 of them between a
+# power of two and the next, so that filler is never more than 1 / 32 of a batch of 256 slots or more.
+LENGTH_BITS = 6
+MIN_MULTIPLE = 8
+SAMPLED_STEPS = 50  # steps that the share of filler is told by
 
 
 class Features(Protocol):
@@ -40,7 +44,7 @@ def count_pairs(path: Path, depth: int) -> np.ndarray:
 def pack_rows(rows: Sequence[Path], features: Features) -> Batch:
     """One packed batch, padded to one of a few lengths."""
     taken = [(path, *features.get(path.prompt_id)) for path in rows]
-    return pack(taken, _padded(sum(len(path.token_N) - 1 for path in rows)))
+    return pack(taken, padded(sum(len(path.token_N) - 1 for path in rows)))
 
 
 class TrainingRows:
@@ -88,6 +92,15 @@ class TrainingRows:
     def step_tokens(self, step: int) -> int:
         """Real slots of the whole step, all ranks and micro-batches."""
         return sum(self.slots[row] for row in self.rows(step))
+
+    def filler_share(self, num_shares: int = 1) -> float:
+        """Filler among the slots of the first steps, each split into `num_shares` micro-batches of all ranks."""
+        real = whole = 0
+        for step in range(1, SAMPLED_STEPS + 1):
+            for share in filter(None, self._shares(step, num_shares)):
+                slots = sum(self.slots[row] for row in share)
+                real, whole = real + slots, whole + padded(slots)
+        return 1 - real / whole
 
     def step_pairs(self, step: int, depth: int) -> np.ndarray:
         """Supervised pairs of the whole step by depth, known to every rank without a message."""
@@ -152,5 +165,7 @@ class EvaluationRows:
             yield pack_rows(group, self.features)
 
 
-def _padded(num_slots: int) -> int:
-    return -(-num_slots // SLOT_MULTIPLE) * SLOT_MULTIPLE
+def padded(num_slots: int) -> int:
+    """Length that so many slots are padded to."""
+    multiple = max(1 << max(num_slots.bit_length() - LENGTH_BITS, 0), MIN_MULTIPLE)
+    return -(-num_slots // multiple) * multiple

@@ -114,6 +114,8 @@ class TrainSettings:
     """Micro-batches a step is split into; the result does not depend on it."""
     on_policy: Share = 0.0
     """Share of steps on a draft model's own continuations, scored by the target meanwhile (arXiv 2310.08461); 0 is none."""
+    cut_replies: bool = True
+    """Also learn from replies that a limit cut (without a stop token); false leaves them out."""
     depth: Positive = 3
     """Unroll depth: drafted tokens supervised after every start."""
     learning_rate: Annotated[float, Bounds(above=0)] = 1.5e-3

@@ -278,6 +278,7 @@ def _provenance(record: dict[str, Any]) -> str:
     checkpoint, target = record["checkpoint"], record["target"]
     lines = ["## Provenance", "", f"- checkpoint: step {checkpoint['step']}, sha256 {checkpoint['sha256']}"]
     lines += [f"- target {name}: {value}" for name, value in target["fingerprint"].items()]
+    lines += [f"- {record['trained_on']}"] if record.get("trained_on") else []
     lines += [f"- {name} stage: {key}" for name, key in record["data"].items()]
     lines += [f"- {name}: {value}" for name, value in record["made_by"]["versions"].items()]
     for entry in record["loaded_in"]:
