@@ -12,7 +12,7 @@ from typing import NoReturn
 
 from headstart import __version__
 from headstart.heads.errors import GateFailed, TrainingFailed, WrongInput
-from headstart.launch.processes import FROM_ACCELERATE
+from headstart.launch.processes import FROM_ACCELERATE, find_processes, resume_command
 from headstart.trainer.settings import MIN_TEMPERATURE
 
 DONE, FAULT, WRONG_INPUT, GATE_FAILED, INTERRUPTED = 0, 1, 2, 3, 130
@@ -46,7 +46,8 @@ def run(arguments: list[str]) -> int:
     except TrainingFailed as error:
         return failed(FAULT, f"training failed: {error}")
     except KeyboardInterrupt:
-        print("\ninterrupted; the same command continues from here", file=sys.stderr)
+        if (processes := find_processes()).first:
+            print(f"\ninterrupted; to continue from here: {resume_command(processes)}", file=sys.stderr)
         return INTERRUPTED
     except BrokenPipeError:  # the reader of our output, `head` say, has gone
         sys.stderr.close()
@@ -76,6 +77,8 @@ def disk_advice(error: Exception) -> str:
 
 def failed(code: int, message: str) -> int:
     """Print the message of a failure that needs no traceback; returns its exit code."""
+    if (rank := os.environ.get("RANK", "0")) != "0":
+        message = f"process {rank}: {message}"
     print(message, file=sys.stderr)
     if FROM_ACCELERATE in os.environ:
         print(f"(accelerate reports exit code {code} below with a traceback of its own)", file=sys.stderr)
@@ -109,6 +112,12 @@ def build_parser() -> argparse.ArgumentParser:
     train = add(commands, "train", train_command, "run a recipe: prompts, traffic, features, train, eval, export")
     add_recipe(train, "headstart train recipes/smoke.yaml\n  headstart train eagle train.num_steps=200 run.name=quick")
     train.add_argument("--fresh", action="store_true", help="move an existing run of this name aside and start anew")
+
+    train.add_argument(
+        "--config-file",
+        metavar="FILE",
+        help="start processes as this accelerate config says (a file, or ddp, fsdp2, zero2, zero3)",
+    )
 
     add_eval(commands)
     add_export_and_import(commands)
@@ -280,6 +289,10 @@ def train_command(options: argparse.Namespace) -> None:
 
     if options.dry_run:
         check(options.recipe, options.overrides, dry_run=True)
+    elif options.config_file:
+        from headstart.launch.launcher import launch
+
+        launch(options.config_file, options.recipe, [*options.overrides, *(["--fresh"] if options.fresh else [])])
     else:
         train(options.recipe, options.overrides, options.fresh)
 

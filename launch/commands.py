@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from headstart.heads.errors import WrongInput
 from headstart.heads.store import remove_leftovers
-from headstart.launch.processes import find_processes
+from headstart.launch.processes import Processes, choose_strategy, expect_one, find_processes, muted
 from headstart.launch.recipe import dump_recipe, find_recipe, load_recipe
 from headstart.launch.rehearsal import with_rehearsed_steps
 from headstart.launch.run import RunFolder, exported_checkpoint, find_run, locked
@@ -26,7 +26,10 @@ def check(recipe_text: str, overrides: list[str], dry_run: bool) -> None:
     """Check a recipe against its target and prompts; with `dry_run` also print what training it would do."""
     path = find_recipe(recipe_text)
     loaded = load_with_steps(path, overrides)
-    threads = ready_process(loaded.shared)
+    processes = find_processes()
+    threads = ready_process(loaded.shared, processes)
+    if not processes.first:
+        return
     from headstart.launch.check import check_loaded, skip_lines
 
     if dry_run:
@@ -54,7 +57,23 @@ def train(recipe_text: str, overrides: list[str], fresh: bool) -> None:
     """Run every stage of a recipe in its run folder; of a bake-off, what its variants share and then each of them."""
     path = find_recipe(recipe_text)
     loaded = load(path, overrides) if fresh else load_with_steps(path, overrides)
-    threads = ready_process(loaded.shared)
+    processes = find_processes()
+    for recipe in loaded.recipes.values():
+        choose_strategy(recipe.train, processes)
+    if loaded.variants:
+        expect_one(processes, "a recipe with variants")
+    threads = ready_process(loaded.shared, processes)
+    with muted(processes):
+        if processes.first:
+            train_checked(loaded, path, overrides, fresh, threads, processes)
+        else:
+            follow(loaded.shared, path, processes)
+
+
+def train_checked(
+    loaded: Loaded, path: Path, overrides: list[str], fresh: bool, threads: str, processes: Processes
+) -> None:
+    """What the first process does with a recipe that could be read."""
     from headstart.launch.check import check_loaded
 
     if not fresh:
@@ -74,7 +93,14 @@ def train(recipe_text: str, overrides: list[str], fresh: bool) -> None:
 
         train_variants(loaded, path, starts, comment, threads)
     else:
-        train_head(loaded.shared, path, starts.get(""), comment, threads)
+        train_head(loaded.shared, path, starts.get(""), comment, threads, processes)
+
+
+def follow(recipe: Recipe, path: Path, processes: Processes) -> None:
+    """What the others do: they wait for what the first one makes, and train the head with it."""
+    from headstart.launch.stages import run_train
+
+    run_train(recipe, path, run_folder(recipe), processes)
 
 
 def load_with_steps(path: Path, overrides: list[str]) -> Loaded:
@@ -83,7 +109,14 @@ def load_with_steps(path: Path, overrides: list[str]) -> Loaded:
     return with_rehearsed_steps(loaded, run_folder(loaded.shared))
 
 
-def train_head(recipe: Recipe, path: Path, start: "Start | None", comment: str, threads: str) -> None:
+def train_head(
+    recipe: Recipe,
+    path: Path,
+    start: "Start | None",
+    comment: str,
+    threads: str,
+    processes: Processes | None = None,
+) -> None:
     """Run every stage of a recipe for one head in its run folder."""
     run = run_folder(recipe)
     with opened(run):
@@ -92,7 +125,7 @@ def train_head(recipe: Recipe, path: Path, start: "Start | None", comment: str, 
         print(f"run {run.folder}\nthreads: {threads}")
         from headstart.launch.stages import run_train
 
-        run_train(recipe, path, run)
+        run_train(recipe, path, run, processes)
 
 
 def compare_claims(loaded: Loaded, starts: "Mapping[str, Start] | None" = None) -> None:
@@ -216,9 +249,14 @@ def run_folder(recipe: Recipe) -> RunFolder:
     return RunFolder(Path(recipe.run.root).expanduser().resolve() / recipe.run.name)
 
 
-def ready_process(recipe: Recipe) -> str:
-    """Check the launcher's work and set the thread count before torch is imported. Returns the count with its reason."""
-    processes = find_processes()
+def ready_process(recipe: Recipe, processes: Processes | None = None) -> str:
+    """Set the thread count before torch is imported; for what one process does, check that it is one.
+
+    Returns:
+        The count with its reason.
+    """
+    if processes is None:
+        expect_one(processes := find_processes(), "this command")
     threads = choose_threads(recipe.run.threads, processes.local_world_size)
     apply_threads(threads)
     return str(threads)
@@ -247,6 +285,7 @@ def training_settings(recipe: Recipe) -> dict[str, object]:
         "prompts.sources",
         "prompts.heldout",
         "head.init_from",
+        "train.strategy",
         "train.loss.chunk",
         "train.eval_every",
         "train.save_every",

@@ -24,6 +24,7 @@ from headstart.launch.start import with_start
 FIRST_LINE = '_: r"""   # launch line 1 of 2 (the last line is the other): keep both, they let Python run this file'
 LAST_LINE = '# """; from headstart.launch import main; main(__file__, __name__)'
 LAUNCH_KEY = "_"
+NO_RECIPES = ("prompts", "accelerate")  # folders beside the recipes
 VARIANTS, BAKEOFF = "variants", "bakeoff"  # keys of recipes for several heads (`launch/variants.py`)
 
 
@@ -31,7 +32,7 @@ def built_in_recipes() -> dict[str, Path]:
     """Recipes that come with headstart, by name."""
     folder = Path(headstart.recipes.__path__[0])
     named = {path.relative_to(folder): path for path in sorted(folder.rglob("*.yaml"))}
-    return {str(name.with_suffix("")): path for name, path in named.items() if name.parts[0] != "prompts"}
+    return {str(name.with_suffix("")): path for name, path in named.items() if name.parts[0] not in NO_RECIPES}
 
 
 def find_recipe(text: str) -> Path:

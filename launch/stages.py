@@ -4,6 +4,7 @@ Each stage reads one folder and writes one. What its key says is complete is reu
 """
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from headstart.eval.speed import hardware
 from headstart.eval.summary import summary
 from headstart.heads.checkpoint import build_head, checkpoint_identity
 from headstart.heads.contract import Head
-from headstart.heads.errors import GateFailed
+from headstart.heads.errors import GateFailed, WrongInput
 from headstart.heads.facts import TargetFacts
 from headstart.heads.features import FeatureReader
 from headstart.heads.paths import Path as ReplyPath
@@ -42,6 +43,7 @@ from headstart.heads.vocabulary import choose_draft_vocabulary, count_tokens, co
 from headstart.heads.warm_start import take_over
 from headstart.launch.export_gate import export_head
 from headstart.launch.previous import previous_folder
+from headstart.launch.processes import Processes, choose_strategy
 from headstart.launch.run import RunFolder, locked
 from headstart.launch.settings import Recipe
 from headstart.launch.start import find_start
@@ -53,17 +55,27 @@ from headstart.trainer.heldout_traffic import at_temperature, heldout_inputs, ma
 from headstart.trainer.loop import Job, train
 from headstart.trainer.on_policy import OnPolicyRows
 from headstart.trainer.prompts import make_prompts, read_prompts
+from headstart.trainer.ranks import Ranks, joined
 from headstart.trainer.supervision import check_supervision
 from headstart.trainer.traffic import make_traffic, traffic_inputs
 
 EVAL_VERSION = 1
 
 
-def run_train(recipe: Recipe, recipe_path: Path, run: RunFolder) -> None:
-    """Everything from a recipe to an exported head. Each call below is a stage that can be run again on its own."""
+def run_train(recipe: Recipe, recipe_path: Path, run: RunFolder, processes: Processes | None = None) -> None:
+    """Everything from a recipe to an exported head. Each call below is a stage that can be run again on its own.
+
+    Of several processes all train the head; the first one does the rest, while the others wait or are done.
+    """
+    processes = processes or Processes()
     targets = target_loader(recipe)
-    traffic, features = run_traffic(recipe, recipe_path, run, targets)
-    run_head(recipe, run, targets, traffic, features)
+    with meeting(processes, recipe.target.device) as ranks:
+        made = run_traffic(recipe, recipe_path, run, targets) if ranks.first else None
+        ranks.wait()
+        traffic, features = made or followed_stages(run)
+        run_head(recipe, run, targets, traffic, features, choose_strategy(recipe.train, processes), ranks)
+    if not processes.first:
+        return
     run_measurements(recipe, run, targets)
     write_report(run.folder)
     for engine in recipe.export.engines:
@@ -71,6 +83,23 @@ def run_train(recipe: Recipe, recipe_path: Path, run: RunFolder) -> None:
     if not recipe.export.engines:
         print("export.engines is empty: nothing was written for an engine")
     print(f"report: {run.folder / 'report.md'}")
+
+
+def meeting(processes: Processes, device: str) -> AbstractContextManager[Ranks]:
+    """The processes of this training, together while they share it."""
+    if not processes.launched:
+        return nullcontext(Ranks())
+    return joined(processes.rank, processes.world_size, processes.local_rank, device)
+
+
+def followed_stages(run: RunFolder) -> tuple[Stage, Stage]:
+    """Traffic and features that the first process has made. Raises WrongInput: this one does not see them."""
+    if not (run.folder / "features").exists():
+        raise WrongInput(
+            f"{run.folder}: found nothing of what the first process has made there.\n"
+            "Set run.root to a folder on storage that all machines share, under the same path."
+        )
+    return finished_stage(run.folder / "traffic"), finished_stage(run.folder / "features")
 
 
 def run_shared(loaded: Loaded, recipe_path: Path, run: RunFolder) -> None:
@@ -144,7 +173,15 @@ def heldout_replies(recipe: Recipe, run: RunFolder, targets: TargetLoader, tempe
     return list(read_paths(stage.folder, "heldout"))
 
 
-def run_head(recipe: Recipe, run: RunFolder, targets: TargetLoader, traffic: Stage, features: Stage) -> None:
+def run_head(
+    recipe: Recipe,
+    run: RunFolder,
+    targets: TargetLoader,
+    traffic: Stage,
+    features: Stage,
+    strategy: str,
+    ranks: Ranks,
+) -> None:
     """Train the head on what the target said, or finish a training that was interrupted."""
     target = targets()
     reader = FeatureReader(features.folder, targets.taps)
@@ -158,6 +195,8 @@ def run_head(recipe: Recipe, run: RunFolder, targets: TargetLoader, traffic: Sta
         recipe.train,
         run.folder,
         draft_length=recipe.eval.draft_length,
+        strategy=strategy,
+        ranks=ranks,
         tracking=recipe.tracking,
         name=run.name,
         config=asdict(recipe),

@@ -9,10 +9,8 @@ from pathlib import Path
 import pytest
 from safetensors import SafetensorError
 
-from headstart.heads.errors import WrongInput
 from headstart.heads.settings import HEADS
 from headstart.launch import cli
-from headstart.launch.processes import find_processes
 from headstart.launch.recipe import LAST_LINE, load_recipe
 from headstart.launch.threads import choose_threads, cpu_quota, usable_cores
 
@@ -146,12 +144,3 @@ def test_a_containers_cpu_quota_is_read(tmp_path: Path) -> None:
     assert cpu_quota(tmp_path) == 1.5
     (tmp_path / "cpu.max").write_text("max 100000\n")
     assert cpu_quota(tmp_path) is None
-
-
-def test_processes_other_than_those_asked_for_are_refused() -> None:
-    assert find_processes({}).world_size == 1
-    with pytest.raises(WrongInput, match="found 2 processes, expected 1"):
-        find_processes({"WORLD_SIZE": "2", "RANK": "0", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "localhost"})
-    with pytest.raises(WrongInput, match="asked for several processes and started one"):
-        find_processes({"MASTER_ADDR": "127.0.0.1", "ACCELERATE_MIXED_PRECISION": "no"})
-    assert find_processes({"MASTER_ADDR": "127.0.0.1"}).world_size == 1

@@ -98,7 +98,7 @@ def test_continuations_repeat_and_do_not_depend_on_the_split(tiny_target, record
 
 def test_a_share_of_the_steps_is_the_heads_own(tiny_target, recorded):
     head = new_head(tiny_target)
-    assert 70 < sum(own_rows(tiny_target, recorded, head, 0.5).is_own(step) for step in range(1, 201)) < 130
+    assert 70 < sum(own_rows(tiny_target, recorded, head, 0.5).reads_head(step) for step in range(1, 201)) < 130
     rows = own_rows(tiny_target, recorded, head, 0.0)
     assert texts_of(rows.batch(1)) == texts_of(TrainingRows(*recorded, SETTINGS.batch_tokens, SEED).batch(1))
 
@@ -118,7 +118,7 @@ def test_training_with_own_steps_resumes_as_if_never_stopped(tiny_target, record
     def run(folder, seed=0):
         head = new_head(tiny_target, seed)
         rows = own_rows(tiny_target, recorded, head, SETTINGS.on_policy)
-        assert {rows.is_own(step) for step in (4, 5, 6)} == {True, False}
+        assert {rows.reads_head(step) for step in (4, 5, 6)} == {True, False}
         validation = EvaluationRows(recorded[0][:2], recorded[1], 256)
         train(head, tiny_target.output_weight(), rows, validation, SETTINGS, folder, draft_length=2)
         return head

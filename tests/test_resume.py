@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from headstart.heads.errors import WrongInput
-from headstart.trainer.checkpoint import optimizer_tensors, pointed, rehearse
+from headstart.trainer.checkpoint import pointed, rehearse
 from headstart.trainer.data import TrainingRows
 from headstart.trainer.metrics import METRICS, MetricsFile, read_metrics
 from tests.small_training import SETTINGS, make_head, make_lengths, make_paths, make_rows, open_job, run
@@ -174,7 +174,7 @@ def test_a_damaged_checkpoint_is_named_and_nothing_is_trained(tmp_path, name):
 def test_rehearsal_leaves_no_trace(tmp_path):
     job = open_job()
     before = {name: p.clone() for name, p in job.head.trained_tensors().items()}
-    assert rehearse(tmp_path, job.head, job.optimizer, job.identity) > 0
+    assert rehearse(tmp_path, job.strategy, job.identity) > 0
     assert all(torch.equal(before[name], p) for name, p in job.head.trained_tensors().items())
-    assert not optimizer_tensors(job.head, job.optimizer)
+    assert not job.strategy.state()
     assert not list(tmp_path.iterdir())

@@ -18,6 +18,7 @@ from headstart.trainer.loop import Job, accumulate_gradients, optimizer_step
 from headstart.trainer.losses import pair_loss
 from headstart.trainer.metrics import METRICS, read_metrics
 from headstart.trainer.optim import learning_rate
+from headstart.trainer.ranks import Ranks
 from headstart.trainer.settings import TrainSettings
 from tests.kinds import FORMS
 from tests.small_training import (
@@ -45,8 +46,8 @@ def test_splitting_a_step_changes_nothing():
     expected_sums = accumulate_gradients(whole, 2)
     expected = gradients(whole.head)
     for accumulate, world in ((2, 1), (4, 1), (1, 2), (2, 2), (16, 1)):
-        job = open_job(replace(SETTINGS, accumulate=accumulate), world=world)
-        sums = [accumulate_gradients(replace(job, rank=rank), 2) for rank in range(world)]
+        job = open_job(replace(SETTINGS, accumulate=accumulate), ranks=Ranks(world=world))
+        sums = [accumulate_gradients(replace(job, ranks=Ranks(rank, world)), 2) for rank in range(world)]
         for name, values in vars(expected_sums).items():
             torch.testing.assert_close(sum(getattr(s, name) for s in sums), values, rtol=1e-5, atol=1e-8)
         for name, gradient in gradients(job.head).items():
@@ -107,7 +108,7 @@ def test_noise_is_a_function_of_seed_step_and_prompt_and_never_reaches_the_teach
         }
         sums, found = {}, {}
         for shape, job in jobs.items():
-            ranks = [replace(job, rank=rank, world=shape[1]) for rank in range(shape[1])]
+            ranks = [replace(job, ranks=Ranks(rank, shape[1])) for rank in range(shape[1])]
             sums[shape] = sum(accumulate_gradients(own, 2).loss_D for own in ranks)
             found[shape] = gradients(job.head)
         for shape in ((3, 1), (2, 2)):
@@ -212,7 +213,7 @@ def test_warm_up_then_cosine_to_the_final_rate():
 
 def test_only_matrices_decay():
     job = open_job(replace(SETTINGS, weight_decay=0.1))
-    decay = {id(p): group["weight_decay"] for group in job.optimizer.param_groups for p in group["params"]}
+    decay = {id(p): group["weight_decay"] for group in job.strategy.optimizer.param_groups for p in group["params"]}
     assert {name: decay[id(p)] for name, p in job.head.named_parameters()} == {
         name: 0.1 if p.dim() == 2 else 0.0 for name, p in job.head.named_parameters()
     }

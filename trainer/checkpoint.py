@@ -2,8 +2,10 @@
 
 checkpoints/step-000500/head.safetensors, head.json         the head alone (heads.checkpoint)
 checkpoints/step-000500/trainer/state.json                  position, counters, and the identity of the run
-checkpoints/step-000500/trainer/optimizer.safetensors       moments by parameter name, and the random state
+checkpoints/step-000500/trainer/optimizer.safetensors       moments by parameter name, and every rank's random state
 checkpoints/last, checkpoints/best                          text files with a folder name
+
+Tensors are whole, however many processes held them: any number of processes, by any strategy, goes on from any checkpoint.
 """
 
 import os
@@ -20,9 +22,11 @@ from headstart.heads.checkpoint import DESCRIPTION, WEIGHTS, read_tensors, save_
 from headstart.heads.contract import Head
 from headstart.heads.errors import WrongInput
 from headstart.heads.store import atomic_path, read_json, write_json
+from headstart.trainer.strategy import Strategy
 
 STATE_SCHEMA = "headstart.trainer/1"
-RANDOM_STATE = "random_state"
+RANDOM_STATE = "random_state"  # a row for each rank
+ROUNDING = ("world",)  # fields of the identity that change the order of sums and nothing else
 
 
 @dataclass
@@ -58,10 +62,8 @@ def checkpoint_name(step: int) -> str:
     return f"step-{step:06d}"
 
 
-def save_checkpoint(
-    folder: Path, head: Head, optimizer: torch.optim.Optimizer, progress: Progress, identity: dict[str, Any]
-) -> Path:
-    """Write `folder`/step-N under a temporary name, flush it to the disk, and rename it.
+def save_checkpoint(folder: Path, strategy: Strategy, progress: Progress, identity: dict[str, Any]) -> Path:
+    """Write `folder`/step-N: the first rank does, while all give their parts; none goes on before it is there.
 
     Args:
         folder: the run's `checkpoints` folder.
@@ -70,31 +72,42 @@ def save_checkpoint(
     Returns:
         The checkpoint's folder. `last` is not moved: see `point`.
     """
-    final = folder / checkpoint_name(progress.step)
+    ranks = strategy.ranks
+    tensors = strategy.state()
+    tensors[RANDOM_STATE] = torch.stack(ranks.collect(torch.get_rng_state()))
+    state = {"schema": STATE_SCHEMA, **vars(progress), "strategy": strategy.name, "identity": identity}
+    with strategy.gathered() as head:
+        if ranks.first:
+            write_checkpoint(folder, head, tensors, state)
+    ranks.wait()
+    return folder / checkpoint_name(progress.step)
+
+
+def write_checkpoint(folder: Path, head: Head, tensors: dict[str, Tensor], state: dict[str, Any]) -> None:
+    """Write a checkpoint under a temporary name, flush it to the disk, and rename it."""
+    final = folder / checkpoint_name(state["step"])
     temporary = folder / f".{final.name}.{os.getpid()}.tmp"
     shutil.rmtree(temporary, ignore_errors=True)
-    (temporary / "trainer").mkdir(parents=True)
-    save_head(temporary, head, step=progress.step)
-    tensors = optimizer_tensors(head, optimizer)
-    tensors[RANDOM_STATE] = torch.get_rng_state()
-    write_tensors(temporary / "trainer" / "optimizer.safetensors", tensors)
-    state = {"schema": STATE_SCHEMA, **vars(progress), "identity": identity}
-    write_json(temporary / "trainer" / "state.json", state)
-    for path in sorted(temporary.rglob("*")):
-        _flush(path)
+    try:
+        (temporary / "trainer").mkdir(parents=True)
+        save_head(temporary, head, step=state["step"])
+        write_tensors(temporary / "trainer" / "optimizer.safetensors", tensors)
+        write_json(temporary / "trainer" / "state.json", state)
+        for path in sorted(temporary.rglob("*")):
+            _flush(path)
+    except BaseException:  # of a full disk, every byte counts
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
     if final.exists():  # left by a process that was killed before it moved `last`
         stale = folder / f".{final.name}.stale.{os.getpid()}.tmp"
         final.rename(stale)
         shutil.rmtree(stale, ignore_errors=True)
     temporary.rename(final)
     _flush(folder)
-    return final
 
 
-def load_checkpoint(
-    checkpoint: Path, head: Head, optimizer: torch.optim.Optimizer, identity: dict[str, Any]
-) -> Progress:
-    """Put a checkpoint into a head and an optimiser of the same run.
+def load_checkpoint(checkpoint: Path, strategy: Strategy, identity: dict[str, Any]) -> Progress:
+    """Put a checkpoint into a head and an optimiser of the same run, on as many processes as there are now.
 
     Raises:
         WrongInput: the checkpoint's identity differs (the fields are named), or its tensors are not the head's.
@@ -106,30 +119,32 @@ def load_checkpoint(
         )
     state = read_json(checkpoint / "trainer" / "state.json", STATE_SCHEMA)
     differing = differing_fields(state["identity"], identity)
-    if differing:
-        listed = "\n".join(f"  {name}: {old!r} in the checkpoint, {new!r} now" for name, old, new in differing)
+    if refused := [field for field in differing if field[0] not in ROUNDING]:
+        listed = "\n".join(f"  {name}: {old!r} in the checkpoint, {new!r} now" for name, old, new in refused)
         raise WrongInput(
             f"{checkpoint}: this checkpoint cannot be continued exactly:\n{listed}\n"
             "Set the old values, or start another run with run.name=NEW."
         )
+    was, now = state.get("strategy", strategy.name), strategy.name
+    if differing or was != now:
+        old, new = (f"{found['world']} x {name}" for found, name in ((state["identity"], was), (identity, now)))
+        print(f"{old} in the checkpoint, {new} now: the same steps on the same paths, equal but for rounding")
     saved = read_tensors(checkpoint / WEIGHTS)
     draft_ids_V = saved.pop("draft_ids", torch.empty(0, dtype=torch.int64))
-    trained = head.trained_tensors()
-    if saved.keys() != trained.keys() or not torch.equal(draft_ids_V, head.draft_ids_V.cpu()):
+    head = strategy.head
+    if saved.keys() != head.trained_tensors().keys() or not torch.equal(draft_ids_V, head.draft_ids_V.cpu()):
         raise WrongInput(f"{checkpoint}: {WEIGHTS} holds other tensors or another draft vocabulary than this head.")
-    with torch.no_grad():
-        for name, parameter in trained.items():
-            parameter.copy_(saved[name])
+    strategy.load_weights(saved)
     tensors = read_tensors(checkpoint / "trainer" / "optimizer.safetensors")
-    torch.set_rng_state(tensors.pop(RANDOM_STATE))
-    load_optimizer(head, optimizer, tensors)
+    states_RB = torch.atleast_2d(tensors.pop(RANDOM_STATE))
+    if strategy.ranks.rank < len(states_RB):
+        torch.set_rng_state(states_RB[strategy.ranks.rank].clone())
+    strategy.load_state(tensors)
     return Progress(**{name: state[name] for name in vars(Progress())})
 
 
-def rehearse(folder: Path, head: Head, optimizer: torch.optim.Optimizer, identity: dict[str, Any]) -> int:
+def rehearse(folder: Path, strategy: Strategy, identity: dict[str, Any]) -> int:
     """Save and reload everything before the first step, so that no run learns hours later that it cannot be kept.
-
-    Moments exist once a step is taken: a step at rate 0 on zero gradients makes them and leaves the weights alone.
 
     Returns:
         Size of a checkpoint in bytes.
@@ -137,51 +152,23 @@ def rehearse(folder: Path, head: Head, optimizer: torch.optim.Optimizer, identit
     Raises:
         AssertionError: what was loaded is not what was saved.
     """
-    trained = head.trained_tensors()
-    rates = [group["lr"] for group in optimizer.param_groups]
-    for group in optimizer.param_groups:
-        group["lr"] = 0.0
-    for parameter in trained.values():
-        parameter.grad = torch.zeros_like(parameter)
-    before = {name: parameter.detach().clone() for name, parameter in trained.items()}
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
-    moments = optimizer_tensors(head, optimizer)
+    ranks, before = strategy.ranks, [part.clone() for part in strategy.parts()]
+    strategy.warm()
+    moments = strategy.state()
     rehearsal = folder / ".step-rehearsal.tmp"
-    checkpoint = save_checkpoint(rehearsal, head, optimizer, Progress(), identity)
+    checkpoint = save_checkpoint(rehearsal, strategy, Progress(), identity)
     size = sum(path.stat().st_size for path in checkpoint.rglob("*") if path.is_file())
-    load_checkpoint(checkpoint, head, optimizer, identity)
-    shutil.rmtree(rehearsal)
-    again = optimizer_tensors(head, optimizer)
-    if not all(torch.equal(before[name], trained[name]) for name in before) or not all(
+    load_checkpoint(checkpoint, strategy, identity)
+    ranks.wait()
+    if ranks.first:
+        shutil.rmtree(rehearsal)
+    again = strategy.state()
+    if not all(torch.equal(was, now) for was, now in zip(before, strategy.parts(), strict=True)) or not all(
         torch.equal(moments[name], again[name]) for name in moments
     ):
         raise AssertionError("a checkpoint that was saved and loaded again is not the same head and optimiser")
-    optimizer.state.clear()
-    for group, rate in zip(optimizer.param_groups, rates, strict=True):
-        group["lr"] = rate
+    strategy.reset()
     return size
-
-
-def optimizer_tensors(head: Head, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """The optimiser's state under `<parameter name>.<state name>`."""
-    return {
-        f"{name}.{key}": value.detach().cpu().contiguous()
-        for name, parameter in head.trained_tensors().items()
-        for key, value in optimizer.state.get(parameter, {}).items()
-    }
-
-
-def load_optimizer(head: Head, optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor]) -> None:
-    """The inverse of `optimizer_tensors`; the learning rate is a function of the step and not part of the state."""
-    optimizer.state.clear()
-    for name, parameter in head.trained_tensors().items():
-        own = {key.removeprefix(f"{name}."): key for key in tensors if key.rpartition(".")[0] == name}
-        if own:
-            # A fused optimiser keeps its step count beside the moments, on the parameter's device.
-            optimizer.state[parameter] = {
-                key: tensors[full].to(parameter.device, copy=True) for key, full in own.items()
-            }
 
 
 def differing_fields(old: dict[str, Any], new: dict[str, Any]) -> list[tuple[str, Any, Any]]:

@@ -1,20 +1,29 @@
 """What training says: the table of tensors at its start, and one line of progress."""
 
 import time
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 from headstart.heads.contract import Head
 from headstart.heads.precision import Precision
 from headstart.trainer.data import TrainingRows
 from headstart.trainer.settings import TrainSettings
+from headstart.trainer.strategy import Strategy
 
 
-def tensor_table(head: Head) -> list[tuple[str, str, str, str, str]]:
-    """(tensor, shape, source, trained or frozen, exported) of everything the head holds or borrows."""
+def tensor_table(
+    head: Head, shapes: Mapping[str, tuple[int, ...]] = MappingProxyType({})
+) -> list[tuple[str, str, str, str, str]]:
+    """(tensor, shape, source, trained or frozen, exported) of everything the head holds or borrows.
+
+    Args:
+        shapes: of trained tensors, which may lie on several ranks.
+    """
     trained, origins = head.trained_tensors(), head.origins()
     table = []
     for name, tensor in [*head.named_parameters(), *head.named_buffers()]:
-        shape = " x ".join(str(size) for size in tensor.shape)
+        shape = " x ".join(str(size) for size in shapes.get(name, tensor.shape))
         if name in trained:
             table.append((name, shape, origins.get(name, "random"), "trained", "yes"))
         else:
@@ -24,21 +33,22 @@ def tensor_table(head: Head) -> list[tuple[str, str, str, str, str]]:
     return table
 
 
-def print_start(head: Head, rows: TrainingRows, settings: TrainSettings, precision: Precision) -> None:
-    table = [("tensor", "shape", "starts from", "state", "exported"), *tensor_table(head)]
+def print_start(strategy: Strategy, rows: TrainingRows, settings: TrainSettings, precision: Precision) -> None:
+    shapes = strategy.shapes()
+    table = [("tensor", "shape", "starts from", "state", "exported"), *tensor_table(strategy.head, shapes)]
     widths = [max(len(line[column]) for line in table) for column in range(5)]
     for line in table:
         print("  " + "  ".join(text.ljust(width) for text, width in zip(line, widths, strict=True)).rstrip())
-    trained = sum(tensor.numel() for tensor in head.trained_tensors().values())
     epochs = settings.num_steps * settings.batch_tokens / rows.num_tokens
-    print(f"{trained:,} trained parameters; the target's own weights are frozen and never saved")
+    print(f"{strategy.num_trained:,} trained parameters; the target's own weights are frozen and never saved")
     print(
         f"{len(rows.paths):,} paths, {rows.num_tokens:,} slots ({rows.num_skipped} without a supervised pair left out); "
         f"{settings.num_steps:,} steps of {settings.batch_tokens:,} tokens are about {epochs:.1f} epochs; packing adds "
         f"{rows.filler_share(settings.accumulate):.1%} of filler"
     )
     name = str(precision.dtype).removeprefix("torch.")
-    print(f"matrix products in {name} ({precision.reason}); weights, softmax and optimiser in float32", flush=True)
+    print(f"matrix products in {name} ({precision.reason}); weights, softmax and optimiser in float32")
+    print(strategy.describe(), flush=True)
 
 
 class Pace:

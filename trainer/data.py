@@ -106,6 +106,10 @@ class TrainingRows:
         """Supervised pairs of the whole step by depth, known to every rank without a message."""
         return np.sum([count_pairs(self.paths[row], depth) for row in self.rows(step)], axis=0)
 
+    def reads_head(self, step: int) -> bool:
+        """Whether the step's rows depend on the weights of the head in training."""
+        return False
+
     def batch(self, step: int, micro: int = 0, accumulate: int = 1, rank: int = 0, world: int = 1) -> Batch:
         """The rows of one micro-batch of one rank; filler only where a step has fewer rows than shares."""
         share = self._shares(step, accumulate * world)[rank * accumulate + micro]

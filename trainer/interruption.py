@@ -2,11 +2,13 @@
 
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
+ECHO = 2.0  # seconds in which a second signal is the first one: a launcher sends on what a terminal has sent to all
 
 
 class Interruption:
@@ -14,12 +16,15 @@ class Interruption:
 
     def __init__(self) -> None:
         self.requested = False
+        self.since = 0.0
 
     def handle(self, number: int, frame: FrameType | None) -> None:
-        if self.requested:
+        now = time.monotonic()
+        if self.requested and now - self.since > ECHO:
             raise KeyboardInterrupt
-        self.requested = True
-        print(f"\n{signal.Signals(number).name}: saving after this step; once more stops at once", flush=True)
+        if not self.requested:
+            self.requested, self.since = True, now
+            print(f"\n{signal.Signals(number).name}: saving after this step; once more stops at once", flush=True)
 
 
 @contextmanager

@@ -2,8 +2,9 @@
 
 import math
 import time
-from dataclasses import asdict, dataclass
-from functools import cached_property
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, field, fields
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from headstart.eval.acceptance import acceptance_row, offline_acceptance
+from headstart.eval.acceptance import acceptance_row, count_replies, reply_acceptance
 from headstart.heads.contract import Head
 from headstart.heads.errors import TrainingFailed, WrongInput
 from headstart.heads.precision import Precision, choose_precision
@@ -28,18 +29,22 @@ from headstart.trainer.checkpoint import (
 )
 from headstart.trainer.console import Pace, print_start, progress_line
 from headstart.trainer.data import EvaluationRows, TrainingRows
-from headstart.trainer.feature_loss import feature_loss
-from headstart.trainer.feature_noise import noisy
+from headstart.trainer.faults import FAULTS, save_batches
 from headstart.trainer.interruption import interruption
-from headstart.trainer.losses import PairSums, Teacher, pair_loss
+from headstart.trainer.losses import PairSums, Teacher
 from headstart.trainer.memory import keep_freed_memory
 from headstart.trainer.metrics import METRICS, MetricsFile, Window
-from headstart.trainer.optim import clip_gradients, learning_rate, make_optimizer, set_learning_rate
+from headstart.trainer.optim import learning_rate
+from headstart.trainer.ranks import Ranks, naming_the_lost, refuse_differences
 from headstart.trainer.settings import TrackingSettings, TrainSettings
+from headstart.trainer.share import LossShare
+from headstart.trainer.strategies import STRATEGIES
+from headstart.trainer.strategy import Strategy
 from headstart.trainer.tracking import start_tracker
 
 MAX_SKIPPED_IN_A_ROW = 5
-FREE_SETTINGS = ("eval_every", "save_every", "keep", "log_every")  # a resume may change them: no weight depends on them
+# A resume may change them: no weight depends on them, or by rounding alone.
+FREE_SETTINGS = ("eval_every", "save_every", "keep", "log_every", "strategy")
 
 
 @dataclass
@@ -48,13 +53,13 @@ class Job:
 
     head: Head
     teacher: Teacher
-    optimizer: torch.optim.AdamW
+    strategy: Strategy
     rows: TrainingRows
     settings: TrainSettings
     precision: Precision
+    identity: dict[str, Any]
     draft_length: int = 4  # acceptance at this length chooses `best`
-    rank: int = 0
-    world: int = 1
+    ranks: Ranks = field(default_factory=Ranks)
 
     @classmethod
     def open(
@@ -64,28 +69,43 @@ class Job:
         rows: TrainingRows,
         settings: TrainSettings,
         draft_length: int = 4,
+        strategy: str = Strategy.name,
+        ranks: Ranks | None = None,
     ) -> "Job":
+        """
+        Args:
+            strategy: by which `ranks` share the training, one of `STRATEGIES`.
+
+        Raises:
+            WrongInput: the processes do not train the same, or the head did not come to lie on them as asked.
+        """
+        ranks = ranks or Ranks()
         precision = choose_precision(settings.dtype, head.device)
+        identity = training_identity(head, rows, settings, precision, draft_length, ranks.world)
+        refuse_differences(ranks, identity)
         dtype = torch.bfloat16 if precision.dtype == torch.bfloat16 else head.outputs()[0].weight.dtype
         teacher = Teacher(output_weight_VH.to(head.device), head.draft_ids_V, dtype)
-        return cls(head, teacher, make_optimizer(head, settings), rows, settings, precision, draft_length)
+        share = LossShare(head, teacher, settings, precision, rows.seed)
+        spread = STRATEGIES[strategy](share, head, settings, ranks)
+        spread.check()
+        return cls(head, teacher, spread, rows, settings, precision, identity, draft_length, ranks)
 
-    @cached_property
-    def identity(self) -> dict[str, Any]:
-        """What must be equal for a resume to be exact, flat."""
-        settings = {
-            f"train.{k}": v for k, v in asdict(self.settings).items() if k not in (*FREE_SETTINGS, "loss", "dtype")
-        }
-        loss = {f"train.loss.{k}": v for k, v in asdict(self.settings.loss).items()}
-        head = {f"head.{k}": v for k, v in asdict(self.head.settings).items()}
-        target = {f"target.{k}": v for k, v in self.head.facts.fingerprint.items()}
-        if self.head.base:
-            target |= {f"head.model.{k}": v for k, v in self.head.base.fingerprint.items()}
-        return {
-            **settings, **loss, **head, **target, "head.kind": self.head.kind, "train.dtype": str(self.precision.dtype),
-            "eval.draft_length": self.draft_length, "draft_ids": hash_ids(self.head.draft_ids_V.cpu().numpy()),
-            "paths": self.rows.identity(), "seed": self.rows.seed, "world": self.world, "device": self.head.device.type,
-        }  # fmt: skip
+
+def training_identity(
+    head: Head, rows: TrainingRows, settings: TrainSettings, precision: Precision, draft_length: int, world: int
+) -> dict[str, Any]:
+    """What must be equal for a resume to be exact, flat."""
+    values = {f"train.{k}": v for k, v in asdict(settings).items() if k not in (*FREE_SETTINGS, "loss", "dtype")}
+    loss = {f"train.loss.{k}": v for k, v in asdict(settings.loss).items()}
+    of_head = {f"head.{k}": v for k, v in asdict(head.settings).items()}
+    target = {f"target.{k}": v for k, v in head.facts.fingerprint.items()}
+    if head.base:
+        target |= {f"head.model.{k}": v for k, v in head.base.fingerprint.items()}
+    return {
+        **values, **loss, **of_head, **target, "head.kind": head.kind, "train.dtype": str(precision.dtype),
+        "eval.draft_length": draft_length, "draft_ids": hash_ids(head.draft_ids_V.cpu().numpy()),
+        "paths": rows.identity(), "seed": rows.seed, "world": world, "device": head.device.type,
+    }  # fmt: skip
 
 
 @dataclass
@@ -106,6 +126,8 @@ def train(
     folder: Path,
     *,
     draft_length: int = 4,
+    strategy: str = Strategy.name,
+    ranks: Ranks | None = None,
     tracking: TrackingSettings | None = None,
     name: str = "headstart",
     config: dict[str, Any] | None = None,
@@ -114,32 +136,36 @@ def train(
 
     Args:
         output_weight_VH: the target's output head.
-        folder: the run's folder; metrics.jsonl, checkpoints/ and wandb/ are written into it.
+        folder: the run's folder; metrics.jsonl, checkpoints/ and wandb/ are written into it, by the first rank.
         draft_length: at which acceptance is measured on the validation paths to choose `best`.
+        strategy: by which `ranks` share the training; all of them call this with the same arguments.
         name, config: what the tracker calls the run, and shows as its configuration.
 
     Raises:
         WrongInput: the last checkpoint belongs to another training; the differing fields are named.
-        TrainingFailed: several steps in a row were not finite.
-        KeyboardInterrupt: asked to stop; a checkpoint of the last whole step is written.
+        TrainingFailed: several steps in a row were not finite, or another process has ended.
+        KeyboardInterrupt: one of the ranks was asked to stop; a checkpoint of the last whole step is written.
     """
     keep_freed_memory()
-    job = Job.open(head, output_weight_VH, rows, settings, draft_length)
+    job = Job.open(head, output_weight_VH, rows, settings, draft_length, strategy, ranks)
+    first = job.ranks.first
     metrics, checkpoints = MetricsFile(folder / METRICS), folder / "checkpoints"
     progress = resume(job, checkpoints)
     if progress and progress.step == settings.num_steps:
         return progress
-    print_start(head, rows, settings, job.precision)
-    earlier = metrics.cut(progress.step if progress else -1)
+    print_start(job.strategy, rows, settings, job.precision)
+    earlier = metrics.cut(progress.step if progress else -1) if first else []
     window = Window(settings.depth, progress.window if progress else {})
-    with start_tracker(tracking, folder, name, config, earlier) as tracker, interruption() as stop:
+    shown = tracking if first else None
+    with start_tracker(shown, folder, name, config, earlier) as tracker, interruption() as stop:
         if progress is None:
             progress = Progress()
-            size = rehearse(checkpoints, head, job.optimizer, job.identity)
+            size = rehearse(checkpoints, job.strategy, job.identity)
             print(f"a checkpoint takes {size / 1e6:,.1f} MB; saving and loading one works")
-            first = measure(head, validation, job.draft_length)
-            tracker.log(metrics.write(0, 0, first))
-            if head.settings.init_from and progress.note_best(first["accept_len"]):
+            untrained = measure(job, validation)
+            if first:
+                tracker.log(metrics.write(0, 0, untrained))
+            if head.settings.init_from and progress.note_best(untrained["accept_len"]):
                 keep(job, checkpoints, progress, improved=True)  # a trained head is the one to beat
         pace = Pace(progress.step, settings.num_steps)
         while progress.step < settings.num_steps:
@@ -148,7 +174,7 @@ def train(
             progress.advance(rows.step_tokens(step), bool(result.skipped))
             window.add(result.sums, rows.step_tokens(step), time.perf_counter() - began)
             if result.skipped:
-                warn_skipped(job, progress, result)
+                warn_skipped(job, progress, result, folder)
 
             last = step == settings.num_steps
             evaluate = last or step % settings.eval_every == 0
@@ -156,31 +182,29 @@ def train(
             if evaluate or step % settings.log_every == 0:
                 line = describe(job, progress, result, window)
             if evaluate:
-                line |= measure(head, validation, job.draft_length)
-            if line:
+                line |= measure(job, validation)
+            if line and first:
                 tracker.log(metrics.write(step, progress.tokens, line))
                 print(progress_line(step, line, pace), flush=True)
             improved = evaluate and progress.note_best(line["accept_len"])
-            if improved or last or stop.requested or step % settings.save_every == 0:
+            stopping = job.ranks.any(stop.requested)  # a signal reaches ranks in different steps
+            if improved or last or stopping or step % settings.save_every == 0:
                 progress.window = window.state()
                 keep(job, checkpoints, progress, improved)
-            if stop.requested:
+            if stopping:
                 raise KeyboardInterrupt
     return progress
 
 
 def optimizer_step(job: Job, step: int) -> StepResult:
     """Gradients of the whole step, clipping, and one update at the step's learning rate; nothing where not finite."""
-    sums = accumulate_gradients(job, step)
-    grad_norm = float(clip_gradients(job.head.parameters(), job.settings.clip_norm))
-    finite = {"loss": bool(sums.loss_D.isfinite().all()), "gradient": math.isfinite(grad_norm)}
-    skipped = " and ".join(name for name, good in finite.items() if not good)
-    if skipped:
+    with naming_the_lost():
+        sums = all_sums(job, step, accumulate_gradients(job, step))
+        charged = bool(sums.loss_D.isfinite().all())
+        grad_norm = job.strategy.step(learning_rate(step, job.settings), allowed=charged)
+    finite = {"loss": charged, "gradient": math.isfinite(grad_norm)}
+    if skipped := " and ".join(name for name, good in finite.items() if not good):
         sums = PairSums.zeros(job.settings.depth, job.head.device)
-    else:
-        set_learning_rate(job.optimizer, learning_rate(step, job.settings))
-        job.optimizer.step()
-    job.optimizer.zero_grad(set_to_none=True)
     return StepResult(sums, grad_norm, skipped)
 
 
@@ -188,34 +212,49 @@ def accumulate_gradients(job: Job, step: int) -> PairSums:
     """Add up the gradient of loss = sum of w_j l / sum of w_j over every supervised pair (t, j) of the whole step.
 
     The normaliser comes from the recorded paths alone, so it is known before the first micro-batch and on every rank.
+
+    Returns:
+        The sums of this rank's pairs.
     """
-    settings, head = job.settings, job.head
-    pairs_D = job.rows.step_pairs(step, settings.depth)
-    normaliser = float(pairs_D @ settings.loss.depth_decay ** np.arange(settings.depth))
-    sums = PairSums.zeros(settings.depth, head.device)
+    settings, ranks, strategy = job.settings, job.ranks, job.strategy
+    normaliser = float(
+        job.rows.step_pairs(step, settings.depth) @ settings.loss.depth_decay ** np.arange(settings.depth)
+    )
+    sums = PairSums.zeros(settings.depth, job.head.device)
     for micro in range(settings.accumulate):
-        batch = job.rows.batch(step, micro, settings.accumulate, job.rank, job.world).to(head.device)
-        with job.precision.autocast(head.device):
-            read = noisy(batch, head.reads, settings.feature_noise, job.rows.seed, step)
-            rollout = head.rollout(read, settings.depth)
-        weights = [output.weight for output in head.outputs()]
-        loss, found = pair_loss(rollout, weights, batch, job.teacher, settings.loss, normaliser)
-        if settings.loss.feature_weight:
-            share, share_D = feature_loss(rollout, batch, settings.loss, normaliser)
-            loss = loss + share
-            found.loss_D += share_D
-        loss.backward()
+        with strategy.gathered() if job.rows.reads_head(step) else nullcontext():
+            batch = job.rows.batch(step, micro, settings.accumulate, ranks.rank, ranks.world).to(job.head.device)
+        with strategy.adding_up(last=micro == settings.accumulate - 1):
+            loss, found = strategy.share(batch, step, normaliser)
+            strategy.backward(loss)
         sums.add(found)
-    if job.world == 1 and sums.pairs_D.tolist() != pairs_D.tolist():
-        raise AssertionError(f"step {step} charged {sums.pairs_D.tolist()} pairs, its paths hold {pairs_D.tolist()}")
     return sums
 
 
-def measure(head: Head, validation: EvaluationRows, draft_length: int) -> dict[str, Any]:
-    """Greedy acceptance on the validation paths (exact: eval.acceptance), under the keys of metrics.jsonl."""
-    began = time.perf_counter()
-    counts = offline_acceptance(head, (batch.to(head.device) for batch in validation), draft_length)
-    row = acceptance_row(counts, source="offline", drafter=head.kind, draft_length=draft_length)
+def all_sums(job: Job, step: int, own: PairSums) -> PairSums:
+    """The sums of all ranks; their pairs have to be those of the step's paths."""
+    sums = PairSums(*job.ranks.total(torch.stack([getattr(own, column.name) for column in fields(own)])))
+    expected_D = job.rows.step_pairs(step, job.settings.depth)
+    if sums.pairs_D.tolist() != expected_D.tolist():
+        raise AssertionError(f"step {step} charged {sums.pairs_D.tolist()} pairs, its paths hold {expected_D.tolist()}")
+    return sums
+
+
+def measure(job: Job, validation: EvaluationRows) -> dict[str, Any]:
+    """Greedy acceptance on the validation paths (exact: eval.acceptance), under the keys of metrics.jsonl.
+
+    Each rank reads its share of the batches; the figures are those of all of them, on every rank.
+    """
+    began, ranks = time.perf_counter(), job.ranks
+    with job.strategy.gathered() as head:
+        own = [
+            reply_acceptance(head, [batch.to(head.device)], job.draft_length)
+            for batch in islice(validation, ranks.rank, None, ranks.world)
+        ]
+    parts = ranks.collect(own)
+    turns = (part[turn] for turn in range(len(parts[0])) for part in parts if turn < len(part))  # as they are stored
+    counts = count_replies([reply for batch in turns for reply in batch], job.draft_length)
+    row = acceptance_row(counts, source="offline", drafter=job.head.kind, draft_length=job.draft_length)
     values = {f"acceptance/position_{k}": found["value"] for k, found in enumerate(row["conditional"])}
     values |= {f"survival/position_{k}": found["value"] for k, found in enumerate(row["survival"])}
     for key, bound in (("accept_len", "value"), ("accept_len_low", "low"), ("accept_len_high", "high")):
@@ -244,8 +283,10 @@ def describe(job: Job, progress: Progress, result: StepResult, window: Window) -
 
 def resume(job: Job, checkpoints: Path) -> Progress | None:
     """Continue from `last` where there is one."""
-    checkpoints.mkdir(parents=True, exist_ok=True)
-    sweep(checkpoints)
+    if job.ranks.first:
+        checkpoints.mkdir(parents=True, exist_ok=True)
+        sweep(checkpoints)
+    job.ranks.wait()
     last = pointed(checkpoints, "last")
     if last is None and (checkpoints / "last").exists():
         named = (checkpoints / "last").read_text(encoding="utf-8", errors="replace").strip()
@@ -255,7 +296,7 @@ def resume(job: Job, checkpoints: Path) -> Progress | None:
         )
     if last is None:
         return None
-    progress = load_checkpoint(last, job.head, job.optimizer, job.identity)
+    progress = load_checkpoint(last, job.strategy, job.identity)
     done = progress.step == job.settings.num_steps
     print(f"trained already: {last}" if done else f"continuing from {last}")
     return progress
@@ -266,20 +307,25 @@ def keep(job: Job, checkpoints: Path, progress: Progress, improved: bool) -> Non
 
     Until an accept_len is measured, the newest checkpoint is the best.
     """
-    checkpoint = save_checkpoint(checkpoints, job.head, job.optimizer, progress, job.identity)
-    if improved or not progress.best_accept_len or pointed(checkpoints, "best") is None:
-        point(checkpoints, "best", checkpoint)
-    point(checkpoints, "last", checkpoint)
-    prune(checkpoints, job.settings.keep)
+    checkpoint = save_checkpoint(checkpoints, job.strategy, progress, job.identity)
+    if job.ranks.first:
+        if improved or not progress.best_accept_len or pointed(checkpoints, "best") is None:
+            point(checkpoints, "best", checkpoint)
+        point(checkpoints, "last", checkpoint)
+        prune(checkpoints, job.settings.keep)
+    job.ranks.wait()
 
 
-def warn_skipped(job: Job, progress: Progress, result: StepResult) -> None:
-    """Name a step that was not finite; stop where they follow one another."""
+def warn_skipped(job: Job, progress: Progress, result: StepResult, folder: Path) -> None:
+    """Name a step that was not finite; stop where they follow one another, and keep the last one's batches."""
     prompts = ", ".join(job.rows.paths[row].prompt_id[:12] for row in job.rows.rows(progress.step))
     print(f"step {progress.step}: {result.skipped} not finite, step skipped (prompts {prompts})", flush=True)
     if progress.num_skipped_in_a_row >= MAX_SKIPPED_IN_A_ROW:
+        with job.strategy.gathered():
+            damaged = save_batches(folder, job.rows, progress.step, job.settings.accumulate, job.ranks)
+        found = f"states that are not finite in the prompts {', '.join(damaged)}" if damaged else "finite states only"
         raise TrainingFailed(
             f"{progress.num_skipped_in_a_row} steps in a row up to step {progress.step} had a non-finite {result.skipped}. "
             "Lower train.learning_rate or train.clip_norm, or train in float32 (train.dtype=float32); "
-            "the checkpoint before them is kept."
+            f"the checkpoint before them is kept. The batches of step {progress.step} are in {folder / FAULTS}: {found}."
         )

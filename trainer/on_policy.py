@@ -41,12 +41,12 @@ class OnPolicyRows(TrainingRows):
         super().__init__(paths, features, batch_tokens, seed)
         self.head, self.target, self.share = head, target, share
 
-    def is_own(self, step: int) -> bool:
+    def reads_head(self, step: int) -> bool:
         """Whether a step learns from the head's own continuations."""
         return bool(np.random.default_rng([self.seed, step, 0]).random() < self.share)
 
     def packed(self, step: int, rows: Sequence[int]) -> Batch:
-        if not self.is_own(step):
+        if not self.reads_head(step):
             return super().packed(step, rows)
         recorded = [self.paths[row] for row in rows]
         uniforms = [

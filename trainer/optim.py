@@ -1,4 +1,4 @@
-"""AdamW, the learning rate as a function of the optimiser step, and clipping."""
+"""AdamW and its state, the learning rate as a function of the optimiser step, and clipping."""
 
 import math
 from collections.abc import Iterable
@@ -6,7 +6,9 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
+from headstart.heads.contract import Head
 from headstart.trainer.settings import TrainSettings
+from headstart.trainer.sharding import laid_out, whole
 
 BETAS = (0.9, 0.95)
 
@@ -18,6 +20,7 @@ def make_optimizer(head: nn.Module, settings: TrainSettings) -> torch.optim.Adam
         {"params": [p for p in trained if p.dim() >= 2], "weight_decay": settings.weight_decay},
         {"params": [p for p in trained if p.dim() < 2], "weight_decay": 0.0},
     ]
+    groups = [group for group in groups if group["params"]]
     return torch.optim.AdamW(groups, lr=settings.learning_rate, betas=BETAS, fused=True)
 
 
@@ -43,3 +46,22 @@ def clip_gradients(parameters: Iterable[nn.Parameter], clip_norm: float) -> Tens
     """Scale gradients to a total norm of at most `clip_norm` (0: leave them); returns the norm before."""
     limit = clip_norm if clip_norm > 0 else math.inf
     return nn.utils.clip_grad_norm_(list(parameters), limit)
+
+
+def optimizer_tensors(head: Head, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """The optimiser's state under `<parameter name>.<state name>`, whole; of sharded tensors all ranks have to ask."""
+    return {
+        f"{name}.{key}": whole(value.detach()).cpu().contiguous()
+        for name, parameter in head.trained_tensors().items()
+        for key, value in optimizer.state.get(parameter, {}).items()
+    }
+
+
+def load_optimizer(head: Head, optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor]) -> None:
+    """The inverse of `optimizer_tensors`; the learning rate is a function of the step and not part of the state."""
+    optimizer.state.clear()
+    for name, parameter in head.trained_tensors().items():
+        own = {key.removeprefix(f"{name}."): key for key in tensors if key.rpartition(".")[0] == name}
+        if own:
+            # A fused optimiser keeps its step count beside the moments, on the parameter's device.
+            optimizer.state[parameter] = {key: laid_out(tensors[full], parameter) for key, full in own.items()}
