@@ -158,11 +158,13 @@ class Stage:
         return [name for name, output in self.outputs.items() if not is_whole(self.folder / name, output)]
 
     def forget_damaged(self) -> None:
-        """Let a finished stage be made again where its files are not what was written."""
+        """Let a finished stage be made again where files are not what was written; these are put aside, to be looked at."""
         damaged = self.damaged() if self.complete else []
         if damaged:
-            print(f"{self.folder}: {', '.join(damaged)} missing or damaged, made again")
+            print(f"{self.folder}: {', '.join(damaged)} missing or damaged, put aside as *.damaged and made again")
             for name in damaged:
+                if (file := self.folder / name).exists():
+                    file.replace(file.with_name(f"{name}.damaged"))
                 del self.outputs[name]
             self.manifest["state"] = "running"
             self._write()

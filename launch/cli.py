@@ -64,7 +64,7 @@ def disk_advice(error: Exception) -> str:
     number = error.errno if isinstance(error, OSError) else None
     named = re.search(r"os error (\d+)", str(error))  # the only place where safetensors tells it
     number = int(named[1]) if named else number
-    if number in (errno.ENOSPC, errno.EDQUOT):
+    if number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         return (
             "The disk is full. Free some space, or set run.root to another disk; the same command continues from here."
         )

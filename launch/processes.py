@@ -129,5 +129,6 @@ def resume_command(processes: Processes) -> str:
     if not processes.launched:
         return shlex.join([*([] if os.access(sys.argv[0], os.X_OK) else ["python"]), *sys.argv])
     number = processes.local_world_size
+    program = ["-m", "headstart.launch"] if sys.argv[0].endswith("__main__.py") else sys.argv[:1]
     machines = "" if number == processes.world_size else ", on every machine"
-    return f"{shlex.join(['torchrun', '--nproc_per_node', str(number), *sys.argv])}{machines}"
+    return f"{shlex.join(['torchrun', '--nproc_per_node', str(number), *program, *sys.argv[1:]])}{machines}"

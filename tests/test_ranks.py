@@ -15,12 +15,14 @@ import torch
 from safetensors.torch import load_file
 
 from headstart.heads.errors import WrongInput
+from headstart.launch.launcher import built_in_configs, launch_command
 from headstart.launch.processes import Processes, choose_strategy, find_processes, resume_command
 from headstart.trainer.checkpoint import pointed
 from headstart.trainer.data import TrainingRows, count_pairs
 from headstart.trainer.metrics import METRICS, read_metrics
 from headstart.trainer.settings import TrainSettings
 from tests.kinds import FORMS
+from tests.schema_rules import run_violations
 from tests.small_ranks import CURVE, DAMAGED_PATH, MIDWAY, SHORT, STOP_STEP, STRATEGIES, rows_of, train_in
 from tests.small_training import SETTINGS, make_head, make_rows, run
 
@@ -200,6 +202,38 @@ def test_a_killed_rank_ends_the_other_and_the_rerun_is_bit_equal(trained, tmp_pa
     assert not list((tmp_path / "checkpoints").glob(".*.tmp"))
 
 
+@pytest.fixture
+def small_recipe():
+    """Overrides that leave little of recipes/smoke.yaml besides its training."""
+    eval_less = "eval.trees=[] eval.vocab_sizes=[] eval.live_prompts=1 eval.speed_prompts=1 eval.speed_repeats=1"
+    prompts = "prompts.routes=[chat] prompts.num_train=16 prompts.num_validation=2 prompts.num_heldout=2"
+    train = "train.num_steps=120 train.save_every=1000 train.log_every=1 train.eval_every=100 export.engines=[]"
+    return [*eval_less.split(), *prompts.split(), *train.split(), "eval.speed_draft_lengths=[2]"]
+
+
+def test_a_recipe_under_an_accelerate_config_is_stopped_and_goes_on_under_another(tmp_path, small_recipe):
+    """The literal commands, on real launchers: SIGTERM to the launcher saves on all ranks, and any other one continues."""
+    run = tmp_path / "runs" / "smoke"
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "cwd": tmp_path}
+    launcher = subprocess.Popen(launch_command("fsdp2", "smoke", small_recipe), **streams)
+    while max((line["step"] for line in read_metrics(run / METRICS)), default=0) < 5:
+        assert launcher.poll() is None, launcher.communicate()[0]
+        time.sleep(0.05)
+    launcher.terminate()
+    printed, _ = launcher.communicate(timeout=WAIT_S)
+    assert launcher.returncode != 0
+    assert "2 processes, fsdp2: of the" in printed
+    assert "interrupted; to continue from here: torchrun --nproc_per_node 2 -m headstart.launch smoke" in printed
+    stopped = pointed(run / "checkpoints", "last")
+    assert 5 <= int(stopped.name.removeprefix("step-")) < 120
+    done = subprocess.run(launch_command("ddp", "smoke", small_recipe), timeout=WAIT_S, check=False, **streams)
+    assert done.returncode == 0, done.stdout
+    assert f"continuing from {stopped}" in done.stdout
+    assert "2 x fsdp2 in the checkpoint, 2 x ddp now" in done.stdout
+    assert done.stdout.count("report: ") == 1  # one process measures and prints
+    assert run_violations(run) == []
+
+
 # Faults
 
 
@@ -293,6 +327,14 @@ def test_the_strategy_is_the_recipes_or_the_configs_and_never_silently_another()
         choose_strategy(TrainSettings(strategy="fsdp2"), Processes())
     with pytest.raises(WrongInput, match="asks for fsdp1"):
         choose_strategy(TrainSettings(), replace(two, asked="fsdp1"))
+
+
+def test_configs_of_accelerate_are_files_or_ours(tmp_path):
+    (tmp_path / "mine.yaml").touch()
+    assert str(tmp_path / "mine.yaml") in launch_command(str(tmp_path / "mine.yaml"), "smoke", [])
+    assert {"ddp", "fsdp2", "zero2", "zero3"} == built_in_configs().keys()
+    with pytest.raises(WrongInput, match="one of ddp, fsdp2, zero2, zero3"):
+        launch_command("fsdp", "smoke", [])
 
 
 def test_the_command_that_goes_on_is_told(monkeypatch):

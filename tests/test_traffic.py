@@ -250,6 +250,7 @@ def test_damaged_files_of_a_finished_stage_are_refused_and_made_again(tmp_path):
         FeatureReader(features.folder)
     again = make_traffic(TargetLoader(TINY), stage, SETTINGS, tmp_path)
     assert tuple(map(hashes, again)) == before
+    assert (features.folder / "shard-00000.safetensors.damaged").read_bytes() == content
     assert {path.prompt_id for path in read_paths(traffic.folder)} == {prompt.prompt_id for prompt in prompts}
     (traffic.folder / "manifest.json").write_text('{"schema": "head')
     with pytest.raises(WrongInput, match=r"manifest.json: found no JSON(.|\n)*move it away and run again"):
