@@ -92,7 +92,8 @@ class MTPShipped(RecyclingHead):
 
     def rollout(self, batch: Batch, depth: int) -> Rollout:
         start_S, valid_SD = supervised_pairs(batch, depth)
-        num_slots, num_starts, device = batch.num_tokens, len(start_S), start_S.device
+        # The family's module takes no empty text; where all slots are filler it reads them, and nothing is charged.
+        num_slots, num_starts, device = batch.num_tokens or len(batch.position_T), len(start_S), start_S.device
         slot_T, position_T = torch.arange(num_slots, device=device), batch.position_T[:num_slots]
         row_T = torch.bucketize(slot_T, torch.tensor(batch.offsets[1:], device=device), right=True)
         visible_TL = (row_T[:, None] == row_T) & (slot_T[:, None] >= slot_T)

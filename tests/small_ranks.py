@@ -28,7 +28,7 @@ STRATEGIES = ("ddp", "fsdp2", *(("zero2", "zero3") if find_spec("deepspeed") els
 CURVE = replace(SETTINGS, num_steps=50, log_every=1, eval_every=25, save_every=20)
 SHORT = replace(SETTINGS, num_steps=9, log_every=1, eval_every=6, save_every=4)
 STOP_STEP, MIDWAY = 5, "step-000040"
-DAMAGED_PATH = 3
+DAMAGED = "train-9"
 
 
 def damaged_by(which):
@@ -36,13 +36,13 @@ def damaged_by(which):
     # A path longer than a step's tokens is a step of its own: one rank has no row of it.
     paths, features = make_paths([*make_lengths(14), (5, 200)])
     broken = RandomFeatures()
-    for i, path in enumerate(paths):
+    for path in paths:
         taps, final = features.get(path.prompt_id)
-        broken.states[path.prompt_id] = (taps * torch.inf if which(i) else taps), final
+        broken.states[path.prompt_id] = (taps * torch.inf if which(path.prompt_id) else taps), final
     return paths, broken
 
 
-def rows_of(settings, kind=TrainingRows, damaged=lambda i: False):
+def rows_of(settings, kind=TrainingRows, damaged=lambda prompt_id: False):
     return kind(*damaged_by(damaged), settings.batch_tokens, 0)
 
 
@@ -127,11 +127,14 @@ def laws(folder, ranks):
         train_in(continued, CURVE, head=make_head(seed=5), **shared)
 
         progress = train_in(
-            folder / f"{strategy}-damaged", SHORT, rows_of(SHORT, damaged=lambda i: i == DAMAGED_PATH), **shared
+            folder / f"{strategy}-damaged",
+            SHORT,
+            rows_of(SHORT, damaged=lambda prompt_id: prompt_id == DAMAGED),
+            **shared,
         )
         facts[strategy]["skipped"] = progress.num_skipped
         try:
-            train_in(folder / f"{strategy}-hopeless", SHORT, rows_of(SHORT, damaged=lambda i: True), **shared)
+            train_in(folder / f"{strategy}-hopeless", SHORT, rows_of(SHORT, damaged=lambda prompt_id: True), **shared)
         except TrainingFailed as error:
             facts[strategy]["failed"] = str(error)
     for kind in FORMS:

@@ -117,6 +117,7 @@ class StepResult:
     skipped: str = ""
 
 
+@naming_the_lost()
 def train(
     head: Head,
     output_weight_VH: Tensor,
@@ -198,10 +199,9 @@ def train(
 
 def optimizer_step(job: Job, step: int) -> StepResult:
     """Gradients of the whole step, clipping, and one update at the step's learning rate; nothing where not finite."""
-    with naming_the_lost():
-        sums = all_sums(job, step, accumulate_gradients(job, step))
-        charged = bool(sums.loss_D.isfinite().all())
-        grad_norm = job.strategy.step(learning_rate(step, job.settings), allowed=charged)
+    sums = all_sums(job, step, accumulate_gradients(job, step))
+    charged = bool(sums.loss_D.isfinite().all())
+    grad_norm = job.strategy.step(learning_rate(step, job.settings), allowed=charged)
     finite = {"loss": charged, "gradient": math.isfinite(grad_norm)}
     if skipped := " and ".join(name for name, good in finite.items() if not good):
         sums = PairSums.zeros(job.settings.depth, job.head.device)

@@ -76,7 +76,10 @@ def naming_the_lost() -> Iterator[None]:
     except RuntimeError as error:
         if not is_lost(error):
             raise
-        raise TrainingFailed(f"another process of this training has ended.\n{LOST}") from None
+        told = str(error).strip().partition("\n")[0]
+        raise TrainingFailed(
+            f"another process of this training has ended, or does not answer ({told}).\n{LOST}"
+        ) from None
 
 
 def is_lost(error: Exception) -> bool:
