@@ -8,14 +8,18 @@ import sys
 import time
 from dataclasses import asdict, replace
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from headstart.heads.checkpoint import build_head, load_head, save_head
 from headstart.heads.errors import WrongInput
+from headstart.heads.vocabulary import choose_draft_vocabulary
 from headstart.trainer.checkpoint import pointed, rehearse
 from headstart.trainer.data import TrainingRows
 from headstart.trainer.metrics import METRICS, MetricsFile, read_metrics
+from tests.kinds import make_settings
 from tests.small_training import SETTINGS, make_head, make_lengths, make_paths, make_rows, open_job, run
 
 
@@ -90,6 +94,8 @@ def test_resume_with_other_settings_names_the_field(tmp_path):
         run(tmp_path, replace(SETTINGS, num_steps=6, learning_rate=1e-3))
     with pytest.raises(WrongInput, match=r"head\.norm_output"):
         run(tmp_path, replace(SETTINGS, num_steps=6), head=make_head(norm_output=True))
+    with pytest.raises(WrongInput, match=r"train\.accumulate: 1 in the checkpoint, 3 now"):
+        run(tmp_path, replace(SETTINGS, num_steps=6, accumulate=3))
     with pytest.raises(WrongInput, match="paths"):
         run(tmp_path, replace(SETTINGS, num_steps=6), rows=make_rows(num=9))
     run(tmp_path, replace(SETTINGS, num_steps=6, log_every=1, save_every=2))  # free to change
@@ -169,6 +175,22 @@ def test_a_damaged_checkpoint_is_named_and_nothing_is_trained(tmp_path, name):
         (tmp_path / "checkpoints" / "last").write_text(text)
         with pytest.raises(WrongInput, match="which is not there"):
             run(tmp_path, stop)
+
+
+def test_a_head_of_a_tied_target_keeps_output_rows_of_its_own(tiny_tied_target, tmp_path):
+    """The target has one table for embedding and output; the head's output has fewer rows, learns, and is saved apart."""
+    facts = tiny_tied_target.facts
+    draft_ids = torch.from_numpy(choose_draft_vocabulary(np.zeros(facts.vocab_size), 128, facts))
+    head = build_head(make_settings("eagle3", 3), facts, draft_ids)
+    head.load_target(tiny_tied_target, initialise=True)
+    with torch.no_grad():
+        head.lm_head.weight.add_(1.0)
+    assert torch.equal(tiny_tied_target.output_weight()[draft_ids] + 1, head.lm_head.weight)
+    save_head(tmp_path, head, step=1)
+    again = load_head(tmp_path, tiny_tied_target)
+    assert again.lm_head.weight.shape == (128, facts.hidden_size)
+    assert torch.equal(again.lm_head.weight, head.lm_head.weight)
+    assert torch.equal(again.embedding_VH, tiny_tied_target.embedding_weight())
 
 
 def test_rehearsal_leaves_no_trace(tmp_path):
