@@ -44,7 +44,7 @@ def print_start(strategy: Strategy, rows: TrainingRows, settings: TrainSettings,
     print(
         f"{len(rows.paths):,} paths, {rows.num_tokens:,} slots ({rows.num_skipped} without a supervised pair left out); "
         f"{settings.num_steps:,} steps of {settings.batch_tokens:,} tokens are about {epochs:.1f} epochs; packing adds "
-        f"{rows.filler_share(settings.accumulate):.1%} of filler"
+        f"{rows.filler_share(settings.accumulate * strategy.ranks.world):.1%} of filler"
     )
     name = str(precision.dtype).removeprefix("torch.")
     print(f"matrix products in {name} ({precision.reason}); weights, softmax and optimiser in float32")
