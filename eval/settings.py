@@ -78,7 +78,7 @@ class EvalSettings:
             yield "draft_length", f"found {self.draft_length}, expected one of draft_lengths = {self.draft_lengths}"
 
 
-Engine = Literal["vllm", "speculators", "sglang", "llamacpp", "transformers"]
+Engine = Literal["vllm", "speculators", "sglang", "trtllm", "llamacpp", "transformers"]
 
 
 @dataclass(frozen=True)
@@ -86,6 +86,6 @@ class ExportSettings:
     """Which folders are written once the gate has passed."""
 
     engines: list[Engine] = field(default_factory=lambda: ["vllm"])
-    """vllm, sglang, llamacpp; speculators (vLLM's other layout); transformers (draft models). [] writes none."""
+    """vllm, sglang, trtllm, llamacpp; speculators (vLLM's other layout); transformers (draft models). [] writes none."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Precision of the written tensors: auto (the target's own), float32 or bfloat16."""

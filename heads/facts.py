@@ -27,6 +27,8 @@ class TargetFacts:
     layer_biases: list[str] = field(default_factory=list)  # projections of a layer that have a bias
     query_key_norm: bool = False  # queries and keys are normed, each head by itself
     shipped: dict[str, Any] = field(default_factory=dict)  # MTP layer in its files, as `heads/shipped.py` says it
+    model_type: str = ""  # its family, by transformers' name
+    architectures: list[str] = field(default_factory=list)  # classes that its config names
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)

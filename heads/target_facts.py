@@ -94,6 +94,8 @@ def read_facts(name: str, folder: Path, config: Any, tokenizer: Any) -> TargetFa
         fingerprint=fingerprint(folder, tokenizer, stop_ids, set(_as_list(getattr(config, "eos_token_id", None)))),
         **layer_form(config),
         shipped=read_shipped(folder, config),
+        model_type=config.model_type,
+        architectures=list(config.architectures or []),
     )
 
 

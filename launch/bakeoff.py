@@ -13,7 +13,7 @@ from typing import Any
 from headstart.eval.bakeoff import SCHEMA, Entry, bakeoff_content
 from headstart.eval.bakeoff_text import REPORT, bakeoff_text, write_bakeoff_report
 from headstart.heads.errors import GateFailed, TrainingFailed, WrongInput
-from headstart.heads.export.limits import WRITERS, unservable
+from headstart.heads.export.scheme import ENGINES, unservable, unwritten
 from headstart.heads.start import Start
 from headstart.heads.store import read_json, write_json
 from headstart.heads.target import TargetLoader
@@ -75,7 +75,8 @@ def write_table(loaded: Loaded, run: RunFolder, failed: Mapping[str, str] | None
     entries = []
     for name, recipe in loaded.variants.items():
         kind, taps = recipe.head.kind, recipe.head.asked_taps or targets.taps
-        able = [one for one in WRITERS.get(kind, ()) if not unservable(recipe.head, targets.facts, taps, one)]
+        written = [engine for engine in ENGINES if not unwritten(kind, engine)]
+        able = [engine for engine in written if not unservable(recipe.head, targets.facts, taps, engine)]
         entries.append(
             Entry(
                 variant=name,

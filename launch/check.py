@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from headstart.heads.checkpoint import KINDS
 from headstart.heads.errors import WrongInput
-from headstart.heads.export.limits import unservable, unwritten
+from headstart.heads.export.scheme import unservable, unwritten
 from headstart.heads.paths import Prompt
 from headstart.heads.start import Start
 from headstart.heads.target import TargetLoader

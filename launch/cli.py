@@ -194,7 +194,7 @@ def add_export_and_import(commands: "argparse._SubParsersAction[Parser]") -> Non
     export.add_argument(
         "--engine",
         required=True,
-        choices=["vllm", "speculators", "sglang", "llamacpp", "transformers"],
+        choices=["vllm", "speculators", "sglang", "trtllm", "llamacpp", "transformers"],
         help="who will load it (speculators: vLLM's other layout)",
     )
     export.add_argument("--out", type=Path, metavar="DIR", help="folder to write (default: export/ENGINE in the run)")

@@ -4,27 +4,19 @@ import time
 from pathlib import Path
 from typing import Any
 
-from safetensors import safe_open
+from torch import Tensor
 
 from headstart.eval.gate import failures, of_checkpoint, read_evals, require_gate, unmeasured
 from headstart.eval.settings import EvalSettings, ExportSettings
 from headstart.heads.builtin import resolve_model
 from headstart.heads.checkpoint import checkpoint_identity, load_head
 from headstart.heads.contract import Head
-from headstart.heads.draft import DraftModel
-from headstart.heads.errors import WrongInput
 from headstart.heads.export.card import RECORD, RECORD_SCHEMA, write_card
-from headstart.heads.export.draft import write_draft
 from headstart.heads.export.folder import export_dtype, misleading_path
-from headstart.heads.export.limits import ENGINES, WRITERS, refuse_unservable
-from headstart.heads.export.mimo import trained_layer, write_mimo
-from headstart.heads.export.mtp import published_tensors, write_merged
-from headstart.heads.export.scheme import read_served, write_head
+from headstart.heads.export.scheme import LAYOUTS, readers_of, refuse_unservable, write_head
 from headstart.heads.layer_head import LayerHead
-from headstart.heads.mtp import MTP
-from headstart.heads.mtp_shipped import MTPShipped
 from headstart.heads.paths import trained_on
-from headstart.heads.shipped import tensor_files
+from headstart.heads.shipped import INDEX, tensor_files
 from headstart.heads.store import MANIFEST, MANIFEST_SCHEMA, hash_file, read_json, versions, write_json
 from headstart.heads.target import Target
 from headstart.trainer.checkpoint import checkpoint_folder
@@ -81,6 +73,8 @@ def export_head(
         "folder": str(out.resolve()),
         "taps": head.taps,
         "tap_convention": TAP_CONVENTION,
+        "context": target.facts.max_position,
+        "trained_length": trained_length(run),
         "draft_length": recommended_draft_length(measured, engine, eval_settings.draft_length),
         "dtype": "as in the target" if head.kind == "mtp" else dtype,
         "tensors": {},
@@ -89,25 +83,14 @@ def export_head(
         "made_by": {"versions": versions(), "written": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())},
     }
 
-    def describe(written: Path) -> None:
-        record.update(
-            merged_contents(written, head) if isinstance(head, (MTPShipped, MTP)) else head_contents(written, head)
-        )
+    def describe(written: Path, tensors: dict[str, Tensor]) -> None:
+        record.update(contents(written, head, tensors))
         write_json(written / RECORD, record)
         write_card(written, measured)
 
-    if isinstance(head, MTPShipped):
-        write_merged(head, resolve_model(target.facts.name), out, engine, describe)
-    elif isinstance(head, MTP):
-        write_mimo(head, resolve_model(target.facts.name), out, engine, describe)
-    elif isinstance(head, DraftModel):
-        write_draft(head, target, out, engine, dtype, describe)
-    else:
-        write_head(head, out, engine, dtype, describe)
-        if isinstance(head, LayerHead) and (rope := head.rotary.facts.rope_parameters) != head.facts.rope_parameters:
-            print(
-                f"note: rotary positions are written as trained, {rope}; the target's are {head.facts.rope_parameters}"
-            )
+    write_head(head, out, engine, dtype, describe, target)
+    if isinstance(head, LayerHead) and (rope := head.rotary.facts.rope_parameters) != head.facts.rope_parameters:
+        print(f"note: rotary positions are written as trained, {rope}; the target's are {head.facts.rope_parameters}")
     if note := misleading_path(out, head.kind):
         print(f"note: {note}")
     state = "UNTESTED head" if untested else "head"
@@ -115,40 +98,26 @@ def export_head(
     return out
 
 
-def head_contents(written: Path, head: Head) -> dict[str, Any]:
-    """Of a folder that holds a head alone: who reads it, its tensors, and the hashes of its files."""
-    with safe_open(written / "model.safetensors", framework="pt") as file:
-        tensors = {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118 (not a dict)
-    return {
-        "readable_by": [name for name in ENGINES if serves(written, name, head)],
-        "tensors": tensors,
-        "files": {name: hash_file(written / name) for name in ("config.json", "model.safetensors")},
-    }
-
-
-def merged_contents(written: Path, head: MTPShipped | MTP) -> dict[str, Any]:
-    """The same of a folder that is target and head: of the MTP layer's tensors, and the files that hold them."""
-    layer = published_tensors(head) if isinstance(head, MTPShipped) else trained_layer(head)
+def contents(written: Path, head: Head, tensors: dict[str, Tensor]) -> dict[str, Any]:
+    """What a folder holds of a head: who reads it, the head's own tensors, and the hashes of the files they are in."""
     places = tensor_files(written)
-    files = sorted({places[path].name for path in layer})
+    files = {places[name].name for name in tensors} | {name for name in (INDEX,) if (written / name).exists()}
+    readers = readers_of(written, head)
     return {
-        "form": "shipped" if isinstance(head, MTPShipped) else "mimo",
-        "readable_by": list(WRITERS[head.kind]),
-        "tensors": {path: list(tensor.shape) for path, tensor in layer.items()},
-        "files": {name: hash_file(written / name) for name in ("config.json", *files)},
+        **({"form": "shipped" if head.settings.shipped else "mimo"} if head.kind == "mtp" else {}),
+        "readable_by": readers,
+        "rules": {engine: LAYOUTS[head.kind].versions[engine] for engine in readers},
+        "tensors": {name: list(tensor.shape) for name, tensor in tensors.items()},
+        "files": {name: hash_file(written / name) for name in ["config.json", *sorted(files)]},
     }
 
 
-def serves(folder: Path, engine: str, head: Head) -> bool:
-    """Whether an engine would read this folder as trained."""
-    try:
-        refuse_unservable(head, engine)
-        if isinstance(head, DraftModel):  # one form for all of them, which was read before it got its name
-            return True
-        read_served(folder, engine, head)
-    except WrongInput:
-        return False
-    return True
+def trained_length(run: Path) -> int | None:
+    """Tokens of the longest text that a head can have seen in training, by the settings of its traffic."""
+    if not (file := run / "traffic" / MANIFEST).exists():
+        return None
+    settings = read_json(file, MANIFEST_SCHEMA)["inputs"]["settings"]
+    return int(settings["max_prompt_tokens"] + settings["max_new_tokens"])
 
 
 def recommended_draft_length(evals: dict[str, Any], engine: str, default: int) -> int:

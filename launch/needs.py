@@ -12,6 +12,7 @@ from headstart.heads.precision import DTYPES
 from headstart.heads.settings import HeadSettings
 from headstart.heads.target import TargetLoader, choose_device
 from headstart.launch.variants import Loaded
+from headstart.trainer.features import gigabytes
 
 HEAD_BYTES = 4 * torch.float32.itemsize  # of a trained parameter: itself, its gradient and two moments
 CONTAINER_LIMIT = Path("/sys/fs/cgroup/memory.max")
@@ -83,10 +84,6 @@ def device_memory(device: torch.device) -> int | None:
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     limit = CONTAINER_LIMIT.read_text().strip() if CONTAINER_LIMIT.is_file() else "max"
     return min(memory, int(limit)) if limit.isdigit() else memory
-
-
-def gigabytes(size: int) -> str:
-    return f"{size / 1e9:,.1f} GB"
 
 
 def memory_rows(needs: Needs) -> list[tuple[str, str, str]]:

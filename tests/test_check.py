@@ -77,7 +77,7 @@ def test_a_kind_without_a_writer_is_trained_and_not_exported(recipe: Path) -> No
     hydra = ["head.kind=hydra", "train.depth=4"]
     text = problems_of(recipe, *hydra)
     assert text.startswith("1 problem in")
-    assert "export.engines: vllm: found no writer for heads of kind 'hydra' yet (there are: eagle3 for vllm, " in text
+    assert "export.engines: vllm: found no writer for heads of kind 'hydra' (there are: eagle3 for vllm, " in text
     assert "set it to []" in text
     overrides = [*hydra, "export.engines=[]"]
     check_loaded(load(recipe, overrides), recipe, overrides)

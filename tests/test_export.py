@@ -101,6 +101,9 @@ def test_names_and_shapes_are_the_published_ones(folder, head):
         "d2t": (128,),
         "t2d": (512,),
     }
+    config = json.loads((folder / "config.json").read_text())
+    assert (config["vocab_size"], config["draft_vocab_size"], config["num_hidden_layers"]) == (512, 128, 1)
+    assert config["hidden_size"] == config["target_hidden_size"] == 64
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -204,7 +207,10 @@ def test_a_folder_for_vllm_is_refused_as_sglang_reads_it(tiny_target, tmp_path):
         ("llamacpp", {"fc_norm": True}, "fc_norm"),
         ("llamacpp", {"norm_output": True}, "ignored"),
         ("llamacpp", {"taps": TAPS}, "next-token layers"),
-        ("trtllm", {}, "no writer"),
+        ("trtllm", {"norm_before_residual": True}, "ignored"),
+        ("trtllm", {"taps": [0, 2]}, "never captured"),
+        ("trtllm", {"taps": [2]}, "past the fusing projection"),
+        ("tgi", {}, "no writer, expected one of vllm, speculators"),
     ],
 )
 def test_what_an_engine_would_ignore_or_misread_is_not_written(engine, settings, message, tiny_target, tmp_path):
@@ -332,7 +338,7 @@ def test_another_folder_is_never_overwritten(head, tmp_path):
         with pytest.raises(WrongInput, match="no export of ours"):
             write_head(head, tmp_path / name, "vllm")
 
-    def describe(folder):
+    def describe(folder, tensors):
         write_json(folder / RECORD, {"schema": RECORD_SCHEMA})
 
     write_head(head, tmp_path / "again", "vllm", describe=describe)

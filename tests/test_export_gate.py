@@ -195,6 +195,19 @@ def test_untested_says_so_in_the_first_line_and_shows_no_foreign_figures(run, ti
     assert not any("3.33" in line for line in lines)
 
 
+def test_the_length_trained_on_is_said_and_is_not_the_context(run, tiny_target):
+    (run / "traffic").mkdir()
+    settings = {"max_prompt_tokens": 40, "max_new_tokens": 24}
+    manifest = {"schema": "headstart.manifest/1", "key": "0", "inputs": {"settings": settings}}
+    (run / "traffic" / "manifest.json").write_text(json.dumps(manifest))
+    out = export(run, tiny_target, untested=True)
+    assert json.loads((out / "config.json").read_text())["max_position_embeddings"] == 1024
+    card = (out / "README.md").read_text()
+    assert "at most 64 tokens long" in card
+    assert "positions written for: 1024" in card
+    assert "read back by the rules of: vllm (0.32.0), llamacpp (11434)" in card
+
+
 def test_a_missing_checkpoint_names_what_is_there(run, tiny_target):
     with pytest.raises(WrongInput, match="step-000007"):
         export(run, tiny_target, checkpoint="step-000500")

@@ -84,7 +84,7 @@ def test_what_no_single_device_holds_is_refused_with_the_numbers(arguments, caps
     assert cli.run(["check", *arguments]) == cli.WRONG_INPUT
     told = capsys.readouterr().err
     assert "target.model: needs " in told
-    assert "141.1 GB for the target in bfloat16" in told
+    assert "141.11 GB for the target in bfloat16" in told
     assert "spread over several devices cannot be run yet" in told
     assert cli.run(["train", *arguments]) == cli.WRONG_INPUT
     assert "found no *.safetensors" in capsys.readouterr().err

@@ -139,7 +139,7 @@ BAD_RECIPES = [
     ("eval:\n  draft_lengths: []", ["mine.yaml:2: eval.draft_lengths: found [], expected one or more"]),
     (
         "export: {engines: [vlm]}",
-        ["export.engines[0]: found 'vlm', expected vllm, speculators, sglang, llamacpp or transformers"],
+        ["export.engines[0]: found 'vlm', expected vllm, speculators, sglang, trtllm, llamacpp or transformers"],
     ),
     ("prompts: {sources: []}", ["prompts.sources: found no source"]),
     ("train:\n  depth: 2\n  depth: 3", ["mine.yaml:3: depth: given twice; first at mine.yaml:2"]),

@@ -1,7 +1,6 @@
 """Laws of MTP layers that targets ship: every family is read as transformers reads it, and merged back tensor by tensor."""
 
 import json
-import shutil
 from pathlib import Path
 
 import pytest
@@ -9,19 +8,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers.modeling_layers import MtpLayer
 
-from headstart.eval.settings import EvalSettings, ExportSettings
 from headstart.heads.batch import pack
-from headstart.heads.builtin import resolve_model
-from headstart.heads.checkpoint import build_head, save_head
+from headstart.heads.checkpoint import build_head
 from headstart.heads.errors import WrongInput
-from headstart.heads.export.card import RECORD
-from headstart.heads.export.limits import unservable
-from headstart.heads.export.mimo import check_mimo, write_mimo
-from headstart.heads.export.mtp import check_merged, published_tensors, write_merged
+from headstart.heads.export.scheme import unservable, write_head
 from headstart.heads.mtp import MTP
 from headstart.heads.settings import MTPSettings, TargetSettings
 from headstart.heads.target import load_target
-from headstart.launch.export_gate import export_head
 from tests.kinds import rollout_logits
 from tests.shipped_targets import FAMILIES, LAYERS, published_layer, write_target
 from tests.small_decoding import make_path, make_prompts
@@ -127,10 +120,13 @@ def test_a_merged_folder_is_the_target_with_the_tuned_layer(target, family, tmp_
     source = Path(target.facts.name)
     (source / "README.md").write_text("the target's card")
     head = tuned_head(target)
-    folder = write_merged(head, source, tmp_path / "vllm", "vllm")
+    own = {}
+    folder = tmp_path / "vllm"
+    write_head(head, folder, "vllm", target=target, describe=lambda _, written: own.update(written))
     before, after = read_folder(source), read_folder(folder)
     layer = published_layer(family)
     assert before.keys() == after.keys() > layer.keys()
+    assert own.keys() == {name for name in layer if not name.endswith("e_score_correction_bias")}
     for name, tensor in before.items():
         assert (after[name].dtype, after[name].shape) == (tensor.dtype, tensor.shape)
         kept = name not in layer or name.endswith("e_score_correction_bias")
@@ -154,50 +150,11 @@ def test_a_merged_folder_keeps_the_precision_of_every_tensor(tmp_path):
         for name, tensor in load_file(source / "model.safetensors").items()
     }
     save_file(stored, source / "model.safetensors", metadata={"format": "pt"})
-    head = tuned_head(load_target(TargetSettings(model=str(source), dtype="float32", device="cpu")))
-    after = read_folder(write_merged(head, source, tmp_path / "vllm", "vllm"))
+    target = load_target(TargetSettings(model=str(source), dtype="float32", device="cpu"))
+    head = tuned_head(target)
+    after = read_folder(write_head(head, tmp_path / "vllm", "vllm", target=target))
     assert {name: tensor.dtype for name, tensor in after.items()} == {n: tensor.dtype for n, tensor in stored.items()}
     assert torch.equal(after[f"model.layers.{LAYERS}.eh_proj.weight"], head.eh_proj.weight.detach().bfloat16())
-
-
-@pytest.mark.parametrize(("name", "change"), [
-    ("model.layers.0.input_layernorm.weight", lambda tensor: tensor + 1),
-    ("model.mtp_layers.0.input_proj.weight", lambda tensor: tensor.flip(1)),
-    ("model.norm.weight", lambda tensor: tensor.bfloat16()),
-    ("model.norm.weight", lambda tensor: None),
-    ("model.mtp_layers.0.more.weight", lambda tensor: torch.ones(2)),
-])  # fmt: skip
-def test_a_folder_that_is_not_the_target_with_the_layer_is_told_apart(name, change, tmp_path):
-    source = write_target(tmp_path / "source", "mimo")
-    head = tuned_head(load_target(TargetSettings(model=str(source), dtype="float32", device="cpu")))
-    folder = write_merged(head, source, tmp_path / "vllm", "vllm")
-    layer = published_tensors(head)
-    check_merged(folder, source, layer)
-    tensors = load_file(folder / "model.safetensors")
-    changed = change(tensors.pop(name, None))
-    tensors |= {} if changed is None else {name: changed}
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(WrongInput, match=name.replace(".", r"\.")):
-        check_merged(folder, source, layer)
-
-
-def test_an_export_names_its_layer_and_how_to_serve_it(tiny_shipped_target, tmp_path):
-    step = tmp_path / "checkpoints" / "step-000004"
-    step.mkdir(parents=True)
-    save_head(step, tuned_head(tiny_shipped_target), step=4)
-    (step.parent / "best").write_text("step-000004\n")
-    options = {"untested": True, "out": tmp_path / "served"}
-    export_head(tmp_path, "vllm", tiny_shipped_target, EvalSettings(), ExportSettings(), **options)
-    record = json.loads((tmp_path / "served" / RECORD).read_text())
-    assert record["readable_by"] == ["vllm"]
-    assert record["tensors"].keys() == published_layer("glm4_moe").keys() - {
-        f"model.layers.{LAYERS}.mlp.gate.e_score_correction_bias"
-    }
-    card = (tmp_path / "served" / "README.md").read_text()
-    assert '"method":"mtp"' in card
-    assert f"model.layers.{LAYERS}.mlp.experts.*.up_proj.weight" in card
-    with pytest.raises(WrongInput, match="no writer for heads of kind 'mtp'"):
-        export_head(tmp_path, "sglang", tiny_shipped_target, EvalSettings(), ExportSettings(), **options)
 
 
 @pytest.mark.parametrize(("settings", "expected"), [
@@ -228,7 +185,7 @@ def test_a_layer_of_our_own_becomes_a_target_that_ships_one(name, request, tmp_p
     else:
         target = request.getfixturevalue(name)
     head = own_head(target)
-    folder = write_mimo(head, resolve_model(target.facts.name), tmp_path / "vllm", "vllm")
+    folder = write_head(head, tmp_path / "vllm", "vllm", target=target)
     again = load_target(TargetSettings(model=str(folder), dtype="float32", device="cpu"))
     batch = random_batch(again)
     with torch.no_grad():
@@ -243,19 +200,6 @@ def test_a_layer_of_our_own_becomes_a_target_that_ships_one(name, request, tmp_p
     config = json.loads((folder / "config.json").read_text())
     assert (config["architectures"], config["num_nextn_predict_layers"]) == (["MiMoForCausalLM"], 1)
     assert config["eos_token_id"] == target.model.config.eos_token_id
-
-
-def test_a_layer_that_was_written_wrong_is_told_apart(tiny_target, tmp_path):
-    head, source = own_head(tiny_target), resolve_model("tiny")
-    folder = write_mimo(head, source, tmp_path / "vllm", "vllm")
-    check_mimo(head, folder, source, torch.float32)
-    for name in ("model.mtp_layers.0.mlp.down_proj.weight", "model.norm.weight"):
-        copied = shutil.copytree(folder, tmp_path / name)
-        tensors = load_file(copied / "model.safetensors")
-        changed = tensors | {name: tensors[name] * 1.5}
-        save_file(changed, copied / "model.safetensors", metadata={"format": "pt"})
-        with pytest.raises(WrongInput, match="does not draft|is not the target's"):
-            check_mimo(head, copied, source, torch.float32)
 
 
 @pytest.mark.parametrize(("settings", "expected"), [

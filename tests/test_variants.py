@@ -146,7 +146,7 @@ def test_variants_are_checked_against_the_target_and_features_hold_the_taps_of_a
         check_loaded(load(path, bad), path, bad, render=False)
     for expected in (
         "variants.eagle3.head.taps: found [9], expected 0 .. 4",
-        "variants.medusa.export.engines: sglang: found no writer for heads of kind 'medusa' yet",
+        "variants.medusa.export.engines: sglang: found no writer for heads of kind 'medusa': it has no Medusa heads",
     ):
         assert expected in str(caught.value)
     good = ["variants.eagle3.head.taps=[0, 2]", "variants.third.head.taps=[3]"]

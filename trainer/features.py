@@ -158,4 +158,4 @@ def finish(stage: Stage) -> None:
 
 
 def gigabytes(size: int) -> str:
-    return f"{size / 1e9:.2f} GB" if size >= 1e7 else f"{size / 1e6:.2f} MB"
+    return f"{size / 1e9:,.2f} GB" if size >= 1e7 else f"{size / 1e6:.2f} MB"

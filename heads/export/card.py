@@ -12,6 +12,7 @@ from headstart.heads.intervals import interval_text
 from headstart.heads.store import atomic_path, read_json
 
 CARD, RECORD = "README.md", "headstart.json"
+TARGET_CARD = f"TARGET_{CARD}"  # the target's own, where ours stands in its place
 RECORD_SCHEMA = "headstart.export/1"
 UNTESTED = "**UNTESTED.** Exported with `--untested`: the gate was not asked whether this head may be served."
 
@@ -42,7 +43,7 @@ def card_text(record: dict[str, Any], evals: dict[str, Any]) -> str:
     what = "Draft model" if record["kind"] == "draft" else f"{record['kind'].upper()} draft head"
     title = f"# {what} for {record['target']['name']}, for {record['engine']}"
     parts = [title, _verdicts(record, evals), _acceptance(record, evals), _speed(record, evals), _serving(record)]
-    parts += ["## Definitions\n\n" + DEFINITIONS.strip(), _contents(record), _provenance(record)]
+    parts += ["## Definitions\n\n" + DEFINITIONS.strip(), _contents(record), _lengths(record), _provenance(record)]
     if record["untested"]:
         parts.insert(0, "\n".join([UNTESTED, "", *(f"- {reason}" for reason in record["gate"] or ["it would pass"])]))
     return "\n\n".join(part for part in parts if part) + "\n"
@@ -71,6 +72,8 @@ def _verdicts(record: dict[str, Any], evals: dict[str, Any]) -> str:
         )
     loaded = [f"{entry['engine']} {entry['version']}" for entry in record["loaded_in"]]
     lines.append(f"- loaded and compared in: {', '.join(loaded) or 'no engine yet (`make engines`)'}")
+    rules = ", ".join(f"{engine} ({version})" for engine, version in record["rules"].items())
+    lines.append(f"- read back by the rules of: {rules}")
     return "\n".join(lines)
 
 
@@ -142,9 +145,13 @@ def _serving(record: dict[str, Any]) -> str:
     lines = ["## Serve it", "", f"```\nTARGET={record['target']['folder']}\nHEAD={record['folder']}\n```"]
     draft_length, methods = record["draft_length"], METHODS[record["kind"]]
     beside = ' --target-model-dir "$TARGET"' if record["kind"] == "eagle3" else ""
+    outputs = [tap - 1 for tap in record["taps"]]
+    capture = f"  eagle3_layers_to_capture: {outputs}  # by their outputs\n" if outputs else ""
     for engine in record["readable_by"]:
         how, command = (MERGED if record["kind"] == "mtp" else SERVE)[engine]
-        filled = command.format(k=draft_length, verify=draft_length + 1, method=methods[engine], beside=beside)
+        filled = command.format(
+            k=draft_length, verify=draft_length + 1, method=methods[engine], beside=beside, capture=capture
+        )
         lines += ["", how, "", "```", filled, "```"]
     if others := [name for name in methods if name not in record["readable_by"]]:
         lines += ["", f"Not for {', '.join(others)}: `headstart export --engine` writes their folder, or says why not."]
@@ -153,16 +160,23 @@ def _serving(record: dict[str, Any]) -> str:
 
 # What each engine calls a kind of head.
 METHODS = {
-    "eagle3": {"vllm": "eagle3", "speculators": "eagle3", "sglang": "EAGLE3", "llamacpp": "draft-eagle3"},
+    "eagle3": {
+        "vllm": "eagle3",
+        "speculators": "eagle3",
+        "sglang": "EAGLE3",
+        "trtllm": "Eagle3",
+        "llamacpp": "draft-eagle3",
+    },
     "eagle1": {"vllm": "eagle", "sglang": "EAGLE"},
     "medusa": {"vllm": "medusa"},
     "draft": {
         "vllm": "draft_model",
         "sglang": "STANDALONE",
+        "trtllm": "Draft_Target",
         "llamacpp": "draft-simple",
         "transformers": "assistant_model",
     },
-    "mtp": {"vllm": "mtp"},
+    "mtp": {"vllm": "mtp", "sglang": "NEXTN", "trtllm": "MTP"},
 }
 SERVE = {
     "vllm": (
@@ -181,6 +195,11 @@ SERVE = {
         '  --speculative-draft-model-path "$HEAD" --speculative-num-steps {k} --speculative-eagle-topk 1 \\\n'
         "  --speculative-num-draft-tokens {verify}",
     ),
+    "trtllm": (
+        "TensorRT-LLM (its PyTorch backend; what it captures of the target is said here, not in the folder):",
+        "cat > trtllm.yaml <<EOF\nspeculative_config:\n  decoding_type: {method}\n  max_draft_len: {k}\n"
+        '  speculative_model: $HEAD\n{capture}EOF\ntrtllm-serve "$TARGET" --extra_llm_api_options trtllm.yaml',
+    ),
     "llamacpp": (
         "llama.cpp (`convert_hf_to_gguf.py` is in its source tree):",
         'python convert_hf_to_gguf.py "$TARGET" --outfile target.gguf\n'
@@ -198,6 +217,17 @@ MERGED = {
     "vllm": (
         "vLLM (the folder is the target and its MTP layer in one):",
         'vllm serve "$HEAD" --speculative-config \'{{"method":"{method}","num_speculative_tokens":{k}}}\'',
+    ),
+    "sglang": (
+        "SGLang (the same folder is target and draft):",
+        'python -m sglang.launch_server --model-path "$HEAD" --speculative-algorithm {method} \\\n'
+        '  --speculative-draft-model-path "$HEAD" --speculative-num-steps {k} --speculative-eagle-topk 1 \\\n'
+        "  --speculative-num-draft-tokens {verify}",
+    ),
+    "trtllm": (
+        "TensorRT-LLM (its PyTorch backend):",
+        "cat > trtllm.yaml <<EOF\nspeculative_config:\n  decoding_type: {method}\n  max_draft_len: {k}\nEOF\n"
+        'trtllm-serve "$HEAD" --extra_llm_api_options trtllm.yaml',
     ),
 }
 
@@ -244,6 +274,17 @@ ALIGNMENT = {
     "eagle1": "slot t reads the target's final state of token t and the embedding of token t + 1, and predicts t + 2",
     "medusa": "head j, from 0, reads the target's final state of token t and predicts t + 2 + j",
 }
+
+
+def _lengths(record: dict[str, Any]) -> str:
+    """Two lengths that are not one: the target's context is what the config says, whatever the texts trained on."""
+    trained = record["trained_length"]
+    seen = (
+        "not known here" if trained is None else f"at most {trained} tokens long; beyond that acceptance is not known"
+    )
+    return (
+        f"## Lengths\n\n- texts trained on: {seen}\n- positions written for: {record['context']}, the target's context"
+    )
 
 
 def _merged(record: dict[str, Any]) -> str:

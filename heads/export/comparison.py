@@ -3,7 +3,7 @@
 States of the target are random, and others at every tap and slot, so that each tensor, flag, tap id and position matters.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
@@ -22,10 +22,11 @@ class Served(Protocol):
 
     taps: list[int]  # boundary ids of the residual streams it captures; none where it reads final states
 
-    def chain(self, features_TF: Tensor, next_token_T: Tensor, drafted: list[int], depth: int) -> Tensor:
+    def chain(self, features_TF: Tensor, token_U: Tensor, drafted: list[int], depth: int) -> Tensor:
         """Draft logits over the target's vocabulary, [depth, V], -inf where nothing can be drafted.
 
-        The T slots hold target features and the tokens one later; step j > 0 follows `drafted[j - 1]` (a target id).
+        The text has one token more than there are slots: slot t holds target features of x_t, and x_{t+1}. Step j > 0
+        follows `drafted[j - 1]` (a target id).
         """
 
 
@@ -45,13 +46,14 @@ class Golden:
 
     facts: TargetFacts
     draft_ids_V: Tensor
-    token_BT: Tensor
+    token_BU: Tensor  # x_0 of every request, and the tokens of its slots
     blocks: list[Block]
     seed: int
 
     def features(self, taps: Sequence[int]) -> Tensor:
         """Features [B, T, F] of concatenated taps; final states where there are none."""
-        return random_states(self.facts.hidden_size, taps, self.token_BT.shape, self.seed)
+        shape = (len(self.token_BU), self.token_BU.shape[1] - 1)
+        return random_states(self.facts.hidden_size, taps, shape, self.seed)
 
 
 def random_states(width: int, taps: Sequence[int], shape: Sequence[int], seed: int) -> Tensor:
@@ -71,8 +73,9 @@ def golden(head: Head, lengths: Sequence[int] = (9, 6), depth: int = 4, seed: in
     longest = max(lengths)
     num_slots = longest + depth + 1
     generator = torch.Generator().manual_seed(seed)
-    token_BT = torch.randint(head.facts.num_tokens, (len(lengths), num_slots), generator=generator)
-    kept = Golden(head.facts, head.draft_ids_V.cpu(), token_BT, [], seed)
+    token_BU = torch.randint(head.facts.num_tokens, (len(lengths), num_slots + 1), generator=generator)
+    token_BT = token_BU[:, 1:]
+    kept = Golden(head.facts, head.draft_ids_V.cpu(), token_BU, [], seed)
     features_BTF, device = kept.features(head.taps), head.device
 
     def block(ends: list[int]) -> None:
@@ -82,8 +85,10 @@ def golden(head: Head, lengths: Sequence[int] = (9, 6), depth: int = 4, seed: in
 
     length_B = torch.tensor(lengths, device=device)
     prompt = (features_BTF[:, :longest].to(device), token_BT[:, :longest].to(device))
-    state = head.start(*prompt, length_B, num_slots + depth)
+    state = head.start(*prompt, length_B, num_slots + depth + 1, token_BU[:, 0].to(device))
     block(list(lengths))
+    for row, (end, count) in enumerate(zip(lengths, accepted, strict=True)):  # what is accepted was drafted
+        token_BU[row, end + 1 : end + 1 + count] = torch.tensor(kept.blocks[row].drafted[:count])
     slot_BK = torch.tensor(lengths)[:, None] + torch.arange(depth + 1)
     row_B1 = torch.arange(len(lengths))[:, None]
     verified = (features_BTF[row_B1, slot_BK].to(device), token_BT[row_B1, slot_BK].to(device))
@@ -100,8 +105,9 @@ def difference(kept: Golden, served: Served, limit: float = float("inf")) -> flo
     """
     features_BTF, worst = kept.features(served.taps), 0.0
     for block in kept.blocks:
-        slots = (block.row, slice(block.num_slots))
-        expected_KV = served.chain(features_BTF[slots], kept.token_BT[slots], block.drafted, len(block.drafted))
+        features_TF = features_BTF[block.row, : block.num_slots]
+        token_U = kept.token_BU[block.row, : block.num_slots + 1]
+        expected_KV = served.chain(features_TF, token_U, block.drafted, len(block.drafted))
         ours_KV = torch.full_like(expected_KV, float("-inf"))
         ours_KV[:, kept.draft_ids_V] = block.logits_KV
         finite_KV = expected_KV.isfinite()
@@ -117,16 +123,16 @@ def difference(kept: Golden, served: Served, limit: float = float("inf")) -> flo
 
 
 @contextmanager
-def rounded(head: Head, dtype: torch.dtype) -> Iterator[None]:
-    """Let the head compute with its trained tensors rounded to `dtype`, as the written ones are."""
+def rounded(head: Head, dtype: torch.dtype | Mapping[str, torch.dtype]) -> Iterator[Head]:
+    """Let the head compute with its trained tensors rounded to `dtype`, one for all or each by name, as written ones are."""
     if any(getattr(module, "packed", None) is not None for module in head.modules()):
         raise ValueError("a packed head does not follow its weights: round it first, then pack it")
     kept = {name: tensor.detach().clone() for name, tensor in head.trained_tensors().items()}
     with torch.no_grad():
-        for tensor in head.trained_tensors().values():
-            tensor.copy_(tensor.to(dtype))
+        for name, tensor in head.trained_tensors().items():
+            tensor.copy_(tensor.to(dtype[name] if isinstance(dtype, Mapping) else dtype))
     try:
-        yield
+        yield head
     finally:
         with torch.no_grad():
             for name, tensor in head.trained_tensors().items():

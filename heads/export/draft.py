@@ -1,12 +1,13 @@
-"""Write a draft model as the folder of an ordinary language model, in the form of transformers' `save_pretrained`.
+"""A draft model as the folder of an ordinary language model, in the form of transformers' `save_pretrained`.
 
-Every engine with draft models reads that form, so there is one for all: config.json, model.safetensors and the target's
-tokenizer. Adapters are merged. Tables have as many rows as the target's, because engines compare these numbers: rows of
-ids that are never drafted are those of the model it was made of, or zero.
+Every engine with draft models reads that form, so there is one for all: config.json, the weights and the target's tokenizer.
+Adapters are merged. Tables have as many rows as the target's, because engines compare these numbers: rows of ids that are
+never drafted are those of the model it was made of, or zero.
 """
 
 import copy
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,54 +16,39 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from headstart.heads.checkpoint import write_tensors
+from headstart.heads.contract import Head
 from headstart.heads.draft import DraftModel
-from headstart.heads.errors import WrongInput
-from headstart.heads.export.folder import check_folder_name, fresh_folder
 from headstart.heads.export.layer import decoder_config
-from headstart.heads.export.limits import refuse_unservable
-from headstart.heads.export.readers.files import DTYPES
+from headstart.heads.export.layout import Layout, Request, given, reduced, unknown_target
+from headstart.heads.export.readers.draft import ServedDraft, read_draft
+from headstart.heads.export.shards import write_model
 from headstart.heads.facts import TargetFacts
 from headstart.heads.lora import is_adapter, merge, plain_name
-from headstart.heads.model_files import read_model
+from headstart.heads.settings import DraftSettings
 from headstart.heads.store import write_json
 from headstart.heads.target import Target
 
-TOLERANCE = 1e-5  # of the largest logit; both sides compute in float32
-PROBE_LENGTHS = (40, 23)  # tokens of the texts that both sides continue
+
+def limits(settings: DraftSettings, facts: TargetFacts, taps: list[int], engine: str) -> Iterator[str]:
+    yield from unknown_target(facts, engine)
+    yield from reduced(settings, facts, "it would draft every token")
 
 
-def write_draft(
-    head: DraftModel, target: Target, out: Path, engine: str, dtype: str, describe: Callable[[Path], None] | None = None
-) -> Path:
-    """Write `out`, checked: transformers' own class, loaded from it, must continue texts as the head does.
+def write(head: DraftModel, folder: Path, request: Request) -> dict[str, Tensor]:
+    target, plain = given(request.target), written_head(head, request.dtype)
+    tensors = draft_tensors(plain, target, request.dtype)
+    write_json(folder / "config.json", draft_config(plain, request.dtype_name, "lm_head.weight" not in tensors))
+    write_model(folder, tensors, request.shard_bytes)
+    target.tokenizer.save_pretrained(folder)
+    return tensors
 
-    Args:
-        dtype: of the written tensors, by name.
-        describe: may add the card before the folder gets its name.
 
-    Raises:
-        WrongInput: the engine could not serve this head as trained, `out` cannot be used, or what was written does not
-            reproduce the head's logits. Nothing is left under `out` then.
-    """
-    refuse_unservable(head, engine)
-    check_folder_name(out, head.kind)
-    plain = written_head(head, DTYPES[dtype])
-    with fresh_folder(out) as folder:
-        tensors = draft_tensors(plain, target, DTYPES[dtype])
-        tied = "lm_head.weight" not in tensors
-        write_json(folder / "config.json", draft_config(plain, dtype, tied))
-        write_tensors(folder / "model.safetensors", tensors)
-        target.tokenizer.save_pretrained(folder)
-        difference = logit_difference(plain, folder, set(tensors))
-        if not difference <= TOLERANCE:
-            raise WrongInput(
-                f"{out}: the written folder does not say what the head says: largest difference {difference:.2e} of the "
-                f"largest logit, allowed {TOLERANCE:.0e}.\nThis is a fault of the export, not of the head: please report it."
-            )
-        if describe is not None:
-            describe(folder)
-    return out
+def read(folder: Path, engine: str, head: DraftModel, target: Target | None) -> ServedDraft:
+    return read_draft(folder, head.model.facts, head.facts)
+
+
+def as_written(head: DraftModel, written: dict[str, Tensor]) -> AbstractContextManager[Head]:
+    return nullcontext(written_head(head, written["model.embed_tokens.weight"].dtype))
 
 
 @torch.no_grad()
@@ -127,20 +113,18 @@ def family(facts: TargetFacts) -> tuple[str, str]:
     return "llama", "LlamaForCausalLM"
 
 
-@torch.no_grad()
-def logit_difference(plain: DraftModel, folder: Path, written: set[str]) -> float:
-    """Largest difference of logits behind random texts, relative to the largest, of the folder as transformers loads it.
-
-    Raises:
-        WrongInput: a tensor of the model is missing, or one is written that it has no place for.
-    """
-    model = read_model(str(folder), folder, dtype=torch.float32).eval()
-    if left_over := sorted(written - set(model.state_dict())):
-        raise WrongInput(f"{folder}: {type(model).__name__} has no place for {left_over}.")
-    generator, worst = torch.Generator().manual_seed(0), 0.0
-    for length in PROBE_LENGTHS:
-        token_T = plain.draft_ids_V[torch.randint(len(plain.draft_ids_V), (length,), generator=generator)]
-        final_TH = plain.model.paths(plain.embed(token_T), torch.arange(length), [0, length])
-        ours_TV, theirs_TV = plain.logits(final_TH), model(token_T[None]).logits[0][:, plain.draft_ids_V]
-        worst = max(worst, float((ours_TV - theirs_TV).abs().max() / ours_TV.abs().max()))
-    return worst
+LAYOUT = Layout(
+    "draft",
+    {
+        "vllm": "0.32.0",
+        "sglang": "0.5.23",
+        "trtllm": "1.3, commit 00679c6",
+        "llamacpp": "11434",
+        "transformers": "5.24",
+    },
+    limits,
+    write,
+    read,
+    as_written,
+    alike=True,
+)

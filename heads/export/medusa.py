@@ -1,12 +1,21 @@
 """Medusa's layout of vLLM 0.27 to 0.32: residual blocks with biases, one output layer for all heads or one for each."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
+from headstart.heads.export.layout import Layout, alone
 from headstart.heads.export.readers.medusa import ServedMedusa, read_medusa
+from headstart.heads.facts import TargetFacts
 from headstart.heads.medusa import Medusa
+from headstart.heads.settings import MedusaSettings
+from headstart.heads.target import Target
+
+
+def limits(settings: MedusaSettings, facts: TargetFacts, taps: list[int], engine: str) -> Iterator[str]:
+    return iter(())
 
 
 def config(head: Medusa, engine: str, dtype: str) -> dict[str, Any]:
@@ -37,5 +46,8 @@ def tensors(head: Medusa, engine: str) -> dict[str, Tensor]:
     return found
 
 
-def read(folder: Path, engine: str, head: Medusa) -> ServedMedusa:
+def read(folder: Path, engine: str, head: Medusa, target: Target | None) -> ServedMedusa:
     return read_medusa(folder, head.facts)
+
+
+LAYOUT = Layout("medusa", {"vllm": "0.27 to 0.32"}, limits, alone(config, tensors), read)

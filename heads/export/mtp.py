@@ -1,93 +1,102 @@
-"""Write a fine-tuned MTP layer back into its target: the target's own folder, with the layer's tensors replaced.
+"""MTP layers, which engines load as a part of their target: written back into one that ships them, or into one made a MiMo.
 
-Every file is copied, and those that hold tensors of the layer are written anew, in their names, shapes and precisions; an
-index stays as it is. Before the folder gets its name it is read back and every tensor of it is accounted for.
+Of a target that ships its layer every file is copied, and those that hold tensors of the layer are written anew, in their
+names, shapes and precisions; an index stays as it is. Layers of our own: `mimo.py`.
 """
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Any
 
-import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
+from headstart.heads.builtin import resolve_model
 from headstart.heads.checkpoint import write_tensors
-from headstart.heads.errors import WrongInput
-from headstart.heads.export.card import CARD
-from headstart.heads.export.folder import check_folder_name, fresh_folder
-from headstart.heads.export.limits import refuse_unservable
+from headstart.heads.contract import Head
+from headstart.heads.export.card import TARGET_CARD
+from headstart.heads.export.comparison import rounded
+from headstart.heads.export.layout import Layout, Request, as_rounded, given, reduced
+from headstart.heads.export.mimo import write_mimo
+from headstart.heads.export.readers.mtp import FAMILIES, ZEROED, ServedMTP, read_merged, read_mimo
+from headstart.heads.facts import TargetFacts
 from headstart.heads.mtp_shipped import MTPShipped
-from headstart.heads.shipped import pieces, tensor_files
-
-TARGET_CARD = f"TARGET_{CARD}"  # the target's own README.md, which ours stands in the place of
-
-
-def write_merged(
-    head: MTPShipped, source: Path, out: Path, engine: str, describe: Callable[[Path], None] | None = None
-) -> Path:
-    """Write `out`, checked, from the target's folder; `describe` may add the card before the folder gets its name.
-
-    Raises:
-        WrongInput: the engine could not serve this head as trained, `out` cannot be used, or what was written is not the
-            target with this layer. Nothing is left under `out` then.
-    """
-    refuse_unservable(head, engine)
-    check_folder_name(out, head.kind)
-    layer, places = published_tensors(head), tensor_files(source)
-    changed = {places[path] for path in layer}
-    with fresh_folder(out) as folder:
-        for file in sorted(source.iterdir()):
-            copied = folder / (TARGET_CARD if file.name == CARD else file.name)
-            if file in changed:
-                with safe_open(file, framework="pt") as old:
-                    metadata = old.metadata()
-                tensors = load_file(file)
-                tensors |= {path: layer[path].to(tensors[path].dtype) for path in layer.keys() & tensors.keys()}
-                write_tensors(copied, tensors, metadata)
-            elif file.is_dir():
-                shutil.copytree(file, copied)
-            else:
-                shutil.copyfile(file, copied)
-        check_merged(folder, source, layer)
-        if describe is not None:
-            describe(folder)
-    return out
+from headstart.heads.settings import MTPSettings
+from headstart.heads.shipped import LAYOUTS, pieces, tensor_files, unlike_mimo
+from headstart.heads.target import Target
 
 
-def published_tensors(head: MTPShipped) -> dict[str, Tensor]:
-    """The head's trained tensors as the target's files have them, by name."""
-    return {
+def limits(settings: MTPSettings, facts: TargetFacts, taps: list[int], engine: str) -> Iterator[str]:
+    if not settings.shipped:
+        yield from unlike_mimo(settings, facts)
+    yield from reduced(settings, facts, "the layer drafts through the target's whole output head")
+    family = facts.shipped.get("layout", "") if settings.shipped else "qwen2"
+    if family not in FAMILIES[engine]:
+        named = "MiMo, which target and layer would be," if family == "qwen2" else f"the family {family!r}"
+        yield f"MTP layers of {named} are not known there, only those of {', '.join(FAMILIES[engine])}"
+    elif (family in ZEROED[engine]) != LAYOUTS[family].zero_first:
+        yield (
+            f"the embedding at position 0 is not zeroed there, and a layer of {family} is trained with a zero: its first "
+            "slot, which all others attend to, would be another one"
+        )
+
+
+def write(head: Any, folder: Path, request: Request) -> dict[str, Tensor]:
+    source = resolve_model(given(request.target).facts.name)
+    return write_merged(head, source, folder) if head.settings.shipped else write_mimo(head, source, folder, request)
+
+
+def read(folder: Path, engine: str, head: Any, target: Target | None) -> ServedMTP:
+    source = resolve_model(given(target).facts.name)
+    if head.settings.shipped:
+        return read_merged(folder, engine, head, source)
+    return read_mimo(folder, engine, head, head.embedding_VH, head.lm_head.weight.detach(), source)
+
+
+def as_written(head: Any, written: dict[str, Tensor]) -> AbstractContextManager[Head]:
+    if not head.settings.shipped:
+        return as_rounded(head, written)
+    named = {name: [path for path, _ in published(head, name, t)] for name, t in head.trained_tensors().items()}
+    return rounded(head, {name: written[paths[0]].dtype for name, paths in named.items()})
+
+
+def published(head: MTPShipped, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+    return pieces(head.layout, head.facts.num_layers, name, tensor)
+
+
+def write_merged(head: MTPShipped, source: Path, folder: Path) -> dict[str, Tensor]:
+    """The target with the head's tensors in place of its layer's, in a folder that is there."""
+    layer = {
         path: part.detach().to("cpu").contiguous()
         for name, tensor in head.trained_tensors().items()
-        for path, part in pieces(head.layout, head.facts.num_layers, name, tensor)
+        for path, part in published(head, name, tensor)
     }
+    places, written = tensor_files(source), {}
+    for file in sorted(source.iterdir()):
+        copied = folder / (TARGET_CARD if file.name == "README.md" else file.name)
+        if file in {places.get(path) for path in layer}:
+            with safe_open(file, framework="pt") as old:
+                metadata = old.metadata()
+            tensors = load_file(file)
+            new = {path: layer[path].to(tensors[path].dtype) for path in layer.keys() & tensors.keys()}
+            write_tensors(copied, tensors | new, metadata)
+            written |= new
+        elif file.is_dir():
+            shutil.copytree(file, copied)
+        else:
+            shutil.copyfile(file, copied)
+    return written
 
 
-def check_merged(folder: Path, source: Path, layer: dict[str, Tensor]) -> None:
-    """Account for every tensor of a merged folder: the layer's are the head's, rounded; all others the target's, bit by bit.
-
-    Raises:
-        WrongInput: naming what is not as it should be.
-    """
-    old, new = ({path: file.name for path, file in tensor_files(folder).items()} for folder in (source, folder))
-    problems = [f"{path} is in {new.get(path)}" for path in sorted(old) if new.get(path) != old[path]]
-    problems += [f"{path} is new" for path in sorted(new.keys() - old.keys())]
-    problems += [f"{path} is nowhere" for path in sorted(layer.keys() - old.keys())]
-    for name in sorted(set(old.values())):
-        with safe_open(source / name, framework="pt") as before, safe_open(folder / name, framework="pt") as after:
-            if set(before.keys()) != set(after.keys()) or before.metadata() != after.metadata():
-                problems.append(f"{name} holds other tensors than the target's")
-                continue
-            for path in before.keys():  # noqa: SIM118 (not a dict)
-                expected, found = before.get_tensor(path), after.get_tensor(path)
-                expected = layer[path].to(expected.dtype) if path in layer else expected
-                if found.dtype != expected.dtype or not torch.equal(found, expected):
-                    problems.append(f"{path} is not the {'head' if path in layer else 'target'}'s")
-    if problems:
-        raise WrongInput(
-            f"{folder}: what was written is not the target with this layer:\n  "
-            + "\n  ".join(problems[:8])
-            + "\nThis is a fault of the export, not of the head: please report it."
-        )
+LAYOUT = Layout(
+    "mtp",
+    {"vllm": "0.33.0", "sglang": "commit 0564b52", "trtllm": "1.3, commit 00679c6"},
+    limits,
+    write,
+    read,
+    as_written,
+    alike=True,
+)

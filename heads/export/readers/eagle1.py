@@ -44,9 +44,9 @@ class ServedEagle1:
         self.config, self.embedding_VH, self.output_VH = config, embedding_VH, output_VH.float()
         self.layer = LlamaLayer(config, tensors, "layers.0")
 
-    def chain(self, features_TF: Tensor, next_token_T: Tensor, drafted: list[int], depth: int) -> Tensor:
+    def chain(self, features_TF: Tensor, token_U: Tensor, drafted: list[int], depth: int) -> Tensor:
         """Draft logits [depth, V], -inf for rows of the table that no token of the target has; as `ServedEagle3.chain`."""
-        cache, rows = self.layer.empty_cache(), []
+        cache, rows, next_token_T = self.layer.empty_cache(), [], token_U[1:]
         state_H = self.step(features_TF.float(), next_token_T, torch.arange(len(next_token_T)), cache)[-1]
         for j in range(depth):
             row_V = torch.full((self.config["vocab_size"],), float("-inf"))

@@ -39,20 +39,24 @@ KEYS = {
     *("num_aux_hidden_states", "eagle_aux_hidden_state_layer_ids", "eagle_config", *FLAGS),
 }
 OPTIONAL_KEYS = LAYER_OPTIONAL_KEYS
+# Engines that know taps as the layers whose outputs are taken: SGLang reads eagle_config so, and adds one; of TensorRT-LLM
+# the launch options say it, which the card takes from there.
+OUTPUT_IDS = ("sglang", "trtllm")
+# Flags that an engine takes no notice of.
+IGNORED = {"sglang": ("norm_before_residual",), "trtllm": ("norm_before_residual",), "llamacpp": ("norm_output",)}
 
 
 def taps_as_read(config: dict[str, Any], engine: str) -> list[int]:
     """Boundary ids (tap L = residual stream after L layers) that `engine` captures for this config.
 
-    vLLM and llama.cpp read the top-level list as boundaries. SGLang reads only `eagle_config`, as indices of the layer
-    whose output is taken: one lower (its llama and qwen targets always add one, DeepSeek ones only when the first id is
-    1, so the two rules agree exactly on lists that start with 1).
+    vLLM and llama.cpp read the top-level list as boundaries. SGLang's llama and qwen targets always add one to the ids in
+    `eagle_config`, DeepSeek ones only when the first id is 1, so the two rules agree exactly on lists that start with 1.
     """
-    if engine != "sglang":
+    if engine not in OUTPUT_IDS:
         ids = list(config["eagle_aux_hidden_state_layer_ids"])
         return ids if engine == "llamacpp" else sorted(set(ids))
     ids = list(config["eagle_config"]["eagle_aux_hidden_state_layer_ids"])
-    if ids[:1] != [1]:
+    if engine == "sglang" and ids[:1] != [1]:
         raise WrongInput(
             f"eagle_config lists the tap ids {ids}; SGLang's targets agree on what they mean only if the first is 1."
         )
@@ -79,13 +83,13 @@ class ServedEagle3:
             taps_TF = torch.cat([self.layer.norm(chunk, f"fc_norm.{i}") for i, chunk in enumerate(chunks)], dim=-1)
         return functional.linear(taps_TF, self.layer.weights["fc.weight"])
 
-    def chain(self, features_TF: Tensor, next_token_T: Tensor, drafted: list[int], depth: int) -> Tensor:
+    def chain(self, features_TF: Tensor, token_U: Tensor, drafted: list[int], depth: int) -> Tensor:
         """Draft logits over the target's vocabulary, [depth, V], -inf where nothing can be drafted.
 
-        The T slots hold target features and the tokens one later; step j > 0 reads the state of step j - 1 and
-        `drafted[j - 1]` (a target id) at the next position.
+        Slots hold target features and the tokens one later; step j > 0 reads the state of step j - 1 and `drafted[j - 1]`
+        (a target id) at the next position.
         """
-        cache, rows = self.layer.empty_cache(), []
+        cache, rows, next_token_T = self.layer.empty_cache(), [], token_U[1:]
         state_H = self.step(self.fuse(features_TF), next_token_T, torch.arange(len(next_token_T)), cache)[-1]
         for j in range(depth):
             normed_H = self.layer.norm(state_H, "norm")
@@ -114,10 +118,11 @@ def read_eagle3(folder: Path, engine: str, facts: TargetFacts, embedding_VH: Ten
     """
     config, tensors = read_files(folder)
     if engine == "speculators" or (engine == "vllm" and "speculators_model_type" in config):
-        config, tensors = as_classic(folder, config, tensors, facts.name)
+        config, tensors = as_classic(folder, config, tensors, facts)
     refuse_any(folder, config_problems(config, facts))
     taps = taps_as_read(config, engine)
-    problems = config_tensor_problems(tensors, config)
+    problems = [f"{flag} is true, which {engine} ignores" for flag in IGNORED.get(engine, ()) if config[flag]]
+    problems += config_tensor_problems(tensors, config)
     if taps != config["eagle_aux_hidden_state_layer_ids"]:
         problems.append(f"{engine} would capture the taps {taps}, not {config['eagle_aux_hidden_state_layer_ids']}")
     refuse_any(folder, problems)

@@ -1,5 +1,6 @@
-"""The two files that an engine loads of a head's folder, and what readers of all layouts refuse about them."""
+"""The files that an engine loads of a head's folder, and what readers of all layouts refuse about them."""
 
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NoReturn
@@ -9,32 +10,67 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from headstart.heads.errors import WrongInput
+from headstart.heads.shipped import INDEX
 from headstart.heads.store import read_json
 
-FILES = {"config.json", "model.safetensors", "README.md", "headstart.json"}
+FILES = {"config.json", "README.md", "headstart.json"}
+WHOLE, SHARD = "model.safetensors", r"model-\d{5}-of-\d{5}\.safetensors"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def read_files(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Config and tensors of a folder.
+    """Config and tensors of a folder that holds a head alone.
 
     Raises:
         WrongInput: a file is missing, damaged, or one that an engine may load too.
     """
-    names = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
-    if not {"config.json", "model.safetensors"} <= names:
-        raise WrongInput(f"{folder}: found {sorted(names)}, expected config.json and model.safetensors.")
-    if extra := names - FILES:
+    weights = weight_files(folder)
+    if extra := {path.name for path in folder.iterdir()} - FILES - {path.name for path in weights} - {INDEX}:
         refuse(folder, [f"files that an engine may load too: {sorted(extra)}"])
+    return read_config_file(folder), read_weights(folder)
+
+
+def read_config_file(folder: Path) -> dict[str, Any]:
     config = read_json(folder / "config.json")
     if not isinstance(config, dict):
         refuse(folder, [f"config.json holds {type(config).__name__}, expected an object"])
-    try:
-        with safe_open(folder / "model.safetensors", framework="pt") as file:
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
-    except SafetensorError as error:
-        refuse(folder, [f"model.safetensors is no whole safetensors file ({error})"])
-    return config, tensors
+    return config
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """model.safetensors or, where an index is there, the shards. Raises WrongInput: neither, or a file of another name."""
+    names = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
+    found = sorted(name for name in names if name.endswith(".safetensors"))
+    whole = INDEX not in names and found == [WHOLE]
+    shards = INDEX in names and found and all(re.fullmatch(SHARD, name) for name in found)
+    if "config.json" not in names or not (whole or shards):
+        raise WrongInput(f"{folder}: found {sorted(names)}, expected config.json and {WHOLE} (or shards and {INDEX}).")
+    return [folder / name for name in found]
+
+
+def weight_places(folder: Path) -> dict[str, Path]:
+    """The file of every tensor. Raises WrongInput: a damaged file, or an index that does not say where each tensor is."""
+    places = {}
+    for path in weight_files(folder):
+        try:
+            with safe_open(path, framework="pt") as file:
+                places |= dict.fromkeys(file.keys(), path)
+        except SafetensorError as error:
+            refuse(folder, [f"{path.name} is no whole safetensors file ({error})"])
+    if (folder / INDEX).is_file():
+        told, found = read_json(folder / INDEX)["weight_map"], {name: path.name for name, path in places.items()}
+        wrong = sorted(name for name in told.keys() | found.keys() if told.get(name) != found.get(name))
+        refuse_any(folder, [f"{INDEX} has {name} in {told.get(name)}, it is in {found.get(name)}" for name in wrong])
+    return places
+
+
+def read_weights(folder: Path) -> dict[str, Tensor]:
+    """All tensors. Raises as `weight_places`."""
+    tensors = {}
+    for path in sorted(set(weight_places(folder).values())):
+        with safe_open(path, framework="pt") as file:
+            tensors |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
+    return tensors
 
 
 def refuse(folder: Path, problems: Iterable[str]) -> NoReturn:

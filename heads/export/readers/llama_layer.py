@@ -1,6 +1,6 @@
 """One Llama layer as engines compute it, behind whatever a layout feeds it, and the config fields that decide it."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -88,34 +88,45 @@ def rotary_frequencies(config: dict[str, Any]) -> tuple[Tensor, float]:
     return frequency_R.float(), float(scaling)
 
 
-def layer_problems(config: dict[str, Any], facts: TargetFacts) -> list[str]:
-    """Fields of the layer that are not those of a head for this target, whose rotary positions are the head's own."""
-    rope = facts.rope_parameters
-    scaled = rope.get("rope_type", "default") != "default"
-    scaling = {k: v for k, v in rope.items() if k != "rope_theta"} if scaled else None
-    expected = {
-        "model_type": "llama",
-        "num_hidden_layers": 1,
+def width_values(facts: TargetFacts) -> dict[str, Any]:
+    """What a config has to say of the shape of layers with these facts."""
+    return {
+        "num_hidden_layers": facts.num_layers,
         "hidden_act": "silu",
-        "attention_bias": False,
-        "mlp_bias": False,
-        "tie_word_embeddings": False,
         "hidden_size": facts.hidden_size,
+        "intermediate_size": facts.intermediate_size,
         "num_attention_heads": facts.num_heads,
         "num_key_value_heads": facts.num_kv_heads,
         "head_dim": facts.head_dim,
         "vocab_size": facts.vocab_size,
         "rms_norm_eps": facts.rms_norm_eps,
         "max_position_embeddings": facts.max_position,
-        "rope_parameters": rope,
-        "rope_theta": rope["rope_theta"],
     }
-    problems = value_problems(config, expected) + dtype_problems(config)
+
+
+def rotary_problems(config: dict[str, Any], facts: TargetFacts) -> list[str]:
+    """Rotary positions that are not those of the facts, in the present form and in the one before."""
+    rope = facts.rope_parameters
+    scaled = rope.get("rope_type", "default") != "default"
+    scaling = {k: v for k, v in rope.items() if k != "rope_theta"} if scaled else None
+    problems = value_problems(config, {"rope_parameters": rope, "rope_theta": rope["rope_theta"]})
     if config.get("rope_scaling") != scaling:
         problems.append(f"rope_scaling is {config.get('rope_scaling')!r}, expected {scaling!r}")
-    if type(config["intermediate_size"]) is not int:
-        problems.append(f"intermediate_size is {config['intermediate_size']!r}, expected int")
     return problems
+
+
+def layer_problems(config: dict[str, Any], facts: TargetFacts) -> list[str]:
+    """Fields of the layer that are not those of a head for this target, whose rotary positions are the head's own."""
+    width = config["intermediate_size"]  # which is the head's own
+    expected = {
+        "model_type": "llama",
+        "attention_bias": False,
+        "mlp_bias": False,
+        "tie_word_embeddings": False,
+        **width_values(replace(facts, num_layers=1, intermediate_size=width)),
+    }
+    problems = value_problems(config, expected) + dtype_problems(config) + rotary_problems(config, facts)
+    return problems + ([] if type(width) is int else [f"intermediate_size is {width!r}, expected int"])
 
 
 def layer_shapes(config: dict[str, Any], prefix: str, width: int) -> dict[str, tuple[int, ...]]:

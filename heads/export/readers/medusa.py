@@ -37,7 +37,7 @@ class ServedMedusa:
         self.config, self.ids_V = config, tensors.get("token_map", torch.arange(config["vocab_size"]))
         self.weights = {name: tensor.float() for name, tensor in tensors.items() if tensor.is_floating_point()}
 
-    def chain(self, features_TF: Tensor, next_token_T: Tensor, drafted: list[int], depth: int) -> Tensor:
+    def chain(self, features_TF: Tensor, token_U: Tensor, drafted: list[int], depth: int) -> Tensor:
         """Draft logits [depth, V], -inf where nothing can be drafted: head j predicts the token j + 2 behind slot T - 1."""
         rows = []
         for head in range(depth):

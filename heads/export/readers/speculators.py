@@ -6,6 +6,7 @@ from typing import Any
 from torch import Tensor
 
 from headstart.heads.export.readers.files import key_problems, refuse_any, value_problems
+from headstart.heads.facts import TargetFacts
 
 # Outer keys that reach the draft, with what vLLM takes where they are absent.
 OUTER = {
@@ -24,7 +25,7 @@ KEYS = {
 
 
 def as_classic(
-    folder: Path, config: dict[str, Any], tensors: dict[str, Tensor], target: str
+    folder: Path, config: dict[str, Any], tensors: dict[str, Tensor], facts: TargetFacts
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Config and tensors in the classic layout, which both forms become when loaded.
 
@@ -45,7 +46,7 @@ def as_classic(
     expected = {
         "algorithm": "eagle3",
         "default_proposal_method": "greedy",
-        "verifier": {"name_or_path": target, "architectures": []},
+        "verifier": {"name_or_path": facts.name, "architectures": facts.architectures},
     }
     problems = value_problems(outer, expected)
     proposals = outer["proposal_methods"]
