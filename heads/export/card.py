@@ -72,8 +72,8 @@ def _verdicts(record: dict[str, Any], evals: dict[str, Any]) -> str:
         )
     loaded = [f"{entry['engine']} {entry['version']}" for entry in record["loaded_in"]]
     lines.append(f"- loaded and compared in: {', '.join(loaded) or 'no engine yet (`make engines`)'}")
-    rules = ", ".join(f"{engine} ({version})" for engine, version in record["rules"].items())
-    lines.append(f"- read back by the rules of: {rules}")
+    if rules := record.get("rules"):  # older folders have none
+        lines.append(f"- read back by the rules of: {', '.join(f'{engine} ({rules[engine]})' for engine in rules)}")
     return "\n".join(lines)
 
 
@@ -278,6 +278,8 @@ ALIGNMENT = {
 
 def _lengths(record: dict[str, Any]) -> str:
     """Two lengths that are not one: the target's context is what the config says, whatever the texts trained on."""
+    if "context" not in record:
+        return ""
     trained = record["trained_length"]
     seen = (
         "not known here" if trained is None else f"at most {trained} tokens long; beyond that acceptance is not known"

@@ -51,9 +51,7 @@ def write(head: Any, folder: Path, request: Request) -> dict[str, Tensor]:
 
 def read(folder: Path, engine: str, head: Any, target: Target | None) -> ServedMTP:
     source = resolve_model(given(target).facts.name)
-    if head.settings.shipped:
-        return read_merged(folder, engine, head, source)
-    return read_mimo(folder, engine, head, head.embedding_VH, head.lm_head.weight.detach(), source)
+    return (read_merged if head.settings.shipped else read_mimo)(folder, engine, head, source)
 
 
 def as_written(head: Any, written: dict[str, Tensor]) -> AbstractContextManager[Head]:

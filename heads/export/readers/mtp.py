@@ -20,7 +20,6 @@ from safetensors import safe_open
 from torch import Tensor, nn
 from torch.nn import functional
 
-from headstart.heads.contract import Head
 from headstart.heads.export.readers.files import (
     dtype_problems,
     key_problems,
@@ -141,9 +140,7 @@ def unlike(folder: Path, source: Path, trained: set[str]) -> Iterator[str]:
                 yield f"tensor {name} is not the target's"
 
 
-def read_mimo(
-    folder: Path, engine: str, head: Head, embedding_VH: Tensor, output_VH: Tensor, source: Path
-) -> ServedMTP:
+def read_mimo(folder: Path, engine: str, head: Any, source: Path) -> ServedMTP:
     """A Llama-like target with an MTP layer of our own, as a MiMo; beside that target's folder.
 
     Raises:
@@ -167,12 +164,12 @@ def read_mimo(
     refuse_any(folder, sorted(unlike(folder, source, set())))
     facts = replace(head.facts, shipped=read_shipped(folder, read_config(folder)))
     refuse_any(folder, [] if facts.shipped else ["no tensor of an MTP layer is there"])
-    served = ServedMTP(folder, engine, facts, embedding_VH.cpu(), output_VH.cpu())
-    refuse_any(folder, sorted(unlike_mimo_of(new, source, served, config["dtype"])))
+    served = ServedMTP(folder, engine, facts, head.embedding_VH.cpu(), head.lm_head.weight.detach().cpu())
+    refuse_any(folder, sorted(added_problems(new, source, served, config["dtype"])))
     return served
 
 
-def unlike_mimo_of(new: dict[str, Path], source: Path, served: ServedMTP, dtype: str) -> Iterator[str]:
+def added_problems(new: dict[str, Path], source: Path, served: ServedMTP, dtype: str) -> Iterator[str]:
     """What a MiMo holds beside its target's tensors: zero biases, an output head, the layer; and nothing else."""
     old = tensor_files(source)
     stems = {name.removesuffix(".weight") for name in old if name.endswith(tuple(f"{part}.weight" for part in BIASED))}
