@@ -14,6 +14,7 @@ from headstart.heads.features import FeatureReader
 from headstart.heads.paths import UNKNOWN, Prompt, count_cut, read_paths, trained_on
 from headstart.heads.target import TargetLoader
 from headstart.trainer.generation import Generator, Request
+from headstart.trainer.heldout_traffic import at_temperature, make_heldout_traffic
 from headstart.trainer.recorded import conversations_of
 from headstart.trainer.traffic import make_traffic, sampling_of
 from tests.test_traffic import SETTINGS, TINY, hashes, prompts_stage
@@ -85,6 +86,22 @@ def test_a_conversation_ends_where_its_next_request_is_too_long(tmp_path, capsys
     assert len(FeatureReader(features.folder)) == len(rows)
 
 
+def test_conversations_are_made_again_bit_by_bit_and_have_one_id_at_every_temperature(tmp_path):
+    """Interrupted between chunks, and answered at another temperature, where the history is another."""
+    talks = [talk(f"Tea {i}?", "Yes.", "And bread?", split=("train", "heldout")[i % 2]) for i in range(8)]
+    settings = replace(SETTINGS, temperature=1.0, chunk=2)
+    stage = prompts_stage(tmp_path, talks)
+    whole = make_traffic(TargetLoader(TINY), stage, settings, tmp_path)
+    before = tuple(map(hashes, whole))
+    for made, name in zip(whole, ("part-00001.parquet", "shard-00001.safetensors"), strict=True):
+        (made.folder / name).unlink()
+    assert tuple(map(hashes, make_traffic(TargetLoader(TINY), stage, settings, tmp_path))) == before
+    greedy = make_heldout_traffic(TargetLoader(TINY), stage, at_temperature(settings, 0.0), tmp_path)
+    rows, others = ([row for row in rows_of(made) if row["split"] == "heldout"] for made in (whole[0], greedy))
+    assert [row["prompt_id"] for row in rows] == [row["prompt_id"] for row in others]
+    assert [row["messages"] for row in rows] != [row["messages"] for row in others]
+
+
 def test_replies_of_the_sources_are_rows_that_say_so(tmp_path, tiny_target):
     """Kept for training only, with the target's states and log-probabilities, and no figure can be made on them."""
     talks = [talk(f"Tea {i}?", "Boil water.", "And bread?", reply="Bake it. " + "Slowly. " * i) for i in range(6)]
@@ -96,6 +113,9 @@ def test_replies_of_the_sources_are_rows_that_say_so(tmp_path, tiny_target):
     rows = rows_of(traffic)
     train = [row for row in rows if row["split"] == "train"]
     assert len(train) == 12
+    (left_out,) = map(json.loads, (traffic.folder / "left_out.jsonl").read_text().splitlines())
+    assert left_out["prompt_id"] == bad[1].prompt_id
+    assert left_out["reason"].startswith("the reply holds <|im_end|>, which ends it")
     assert {row["backend"] for row in train} == {"recorded-float32"}
     assert {json.loads(row["sampling"])["recorded"] for row in train} == {True}
     assert {row["backend"] for row in rows if row["split"] != "train"} == {"local-float32"}

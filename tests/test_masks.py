@@ -202,6 +202,17 @@ def test_think_tokens_of_the_prompt_are_prompt_and_those_of_the_reply_are_reply(
     assert said == expected[1]
 
 
+@pytest.mark.parametrize("text", ["<think>Hm.</think>Yes.", "<think>\nHm.</think>Yes.", "Hm.</think>Yes."])
+def test_a_block_that_the_prompt_opens_is_not_opened_again(text):
+    """Case 11: with a template that writes replies as they are, whether or not they have the tag, and a line break."""
+    template = chatml().replace("assistant\n' }}{% endif %}", "assistant\n<think>\n' }}{% endif %}")
+    tokenizer = style_tokenizer(template, "<|im_end|>")
+    facts, prompt = style_facts(tokenizer, ["<|im_end|>"]), Prompt("chat", (turn("user", "Tea?"),))
+    found = mark_reply(facts, tokenizer, prompt, turn("assistant", text), LONG)
+    assert tokenizer.decode(found.prompt_ids).endswith("assistant\n<think>\n")
+    assert tokenizer.decode(found.reply_ids) == "Hm.</think>Yes.<|im_end|>"
+
+
 def test_reasoning_that_the_template_ignores_is_told():
     """Case 10."""
     _, said, found = marked("llama3", turn("user", "Tea?"), turn("assistant", "Yes.", reasoning_content="Hm."))

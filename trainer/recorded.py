@@ -5,9 +5,11 @@ acceptance is refused on them. Validation and held-out prompts have no such rows
 figure speaks of its own replies.
 """
 
+import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,6 +18,7 @@ from torch import Tensor
 
 from headstart.heads.errors import WrongInput
 from headstart.heads.paths import Prompt
+from headstart.heads.store import atomic_path
 from headstart.heads.target import States, Target, TargetLoader
 from headstart.trainer.conversations import Answered, Conversation, plan_conversations, prompt_limit
 from headstart.trainer.generation import Reply, Request
@@ -25,7 +28,8 @@ from headstart.trainer.settings import TrafficSettings
 READ_PATHS = 64  # paths that are read together
 SCORED_TOKENS = 256  # reply tokens whose logits are in memory at once
 NUM_SHOWN = 2  # replies that are printed as marked, for the user's eyes
-NUM_NAMED = 5  # rows named with the reason they are left out for
+NUM_NAMED = 5  # rows that are left out and named on the console
+LEFT_OUT = "left_out.jsonl"  # all of them, in the folder of the traffic
 
 
 @dataclass
@@ -33,9 +37,8 @@ class Recorded:
     """Turns that are kept, and what became of the others."""
 
     conversations: list[Conversation] = field(default_factory=list)
-    reasons: Counter[str] = field(default_factory=Counter)
     notes: Counter[str] = field(default_factory=Counter)
-    named: list[str] = field(default_factory=list)
+    left_out: list[dict[str, str]] = field(default_factory=list)
     shown: list[str] = field(default_factory=list)
 
     @property
@@ -44,13 +47,20 @@ class Recorded:
 
     def describe(self) -> str:
         """Counts, the first rows that are left out, and the first replies as they are marked."""
-        left_out = sum(self.reasons.values())
-        lines = [f"replies of the sources: {self.num_kept:,} kept of {self.num_kept + left_out:,}"]
-        lines += [f"left out {number:,}: {reason}" for reason, number in self.reasons.most_common()]
-        lines += [f"left out: {text}" for text in self.named]
+        total = self.num_kept + len(self.left_out)
+        reasons = Counter(row["reason"] for row in self.left_out)
+        lines = [f"replies of the sources: {self.num_kept:,} kept of {total:,}"]
+        lines += [f"left out {number:,}: {reason}" for reason, number in reasons.most_common()]
+        lines += [f"left out: prompt {row['prompt_id'][:12]} ({row['text']!r})" for row in self.left_out[:NUM_NAMED]]
+        lines += [f"each of them is named in the run's traffic/{LEFT_OUT}"] if self.left_out[NUM_NAMED:] else []
         lines += [f"note {number:,}: {note}" for note, number in self.notes.most_common()]
         lines += [f"reply as it is trained: {text}" for text in self.shown]
         return "\n".join(lines)
+
+    def write(self, folder: Path) -> None:
+        """Name every turn that is left out, with its reason."""
+        with atomic_path(folder / LEFT_OUT) as temporary, temporary.open("w", encoding="utf-8") as handle:
+            handle.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in self.left_out)
 
 
 def keep_replies(
@@ -62,7 +72,7 @@ def keep_replies(
         taken: ids of requests that are rows already; those kept here are added.
 
     Raises:
-        WrongInput: none can, with the most frequent reason.
+        WrongInput: none can, with the reason of the first.
     """
     found = Recorded()
     for prompt in prompts:
@@ -75,9 +85,8 @@ def keep_replies(
             try:
                 marked = mark_in_limits(load_target, request, reply, settings)
             except BadReply as bad:
-                found.reasons[str(bad)] += 1
-                if len(found.named) < NUM_NAMED:
-                    found.named.append(f"prompt {request.prompt_id[:12]} ({str(reply.get('content'))[:60]!r}): {bad}")
+                text = str(reply.get("content") or "")[:60]
+                found.left_out.append({"prompt_id": request.prompt_id, "text": text, "reason": str(bad)})
                 continue
             taken.add(request.prompt_id)
             found.notes.update(marked.notes)
@@ -87,7 +96,7 @@ def keep_replies(
         if talk.requests:
             found.conversations.append(talk)
     if not found.conversations:
-        reason = next(iter(found.reasons.most_common(1)), ("no row has one", 0))[0]
+        reason = found.left_out[0]["reason"] if found.left_out else "no row ends with one"
         raise WrongInput(
             f"traffic.replies: found no reply in the sources that can be kept for {load_target.facts.name}: {reason}.\n"
             "Let the target answer itself (traffic.replies=all), or bring rows that end with an assistant's turn."

@@ -103,6 +103,7 @@ def make_traffic(
     talks, recorded = conversations_of(load_target, asked, settings)
     if recorded is not None:
         print(recorded.describe(), flush=True)
+        recorded.write(traffic.folder)
     chunks = plan_chunks([prompt for prompt in asked if prompt.prompt_id in talks], settings)
     todo = [chunk for chunk in chunks if not has(traffic, chunk.part) or needs_features(features, chunk)]
     missing = [chunk for chunk in todo if needs_features(features, chunk)]
