@@ -137,7 +137,10 @@ def answer_turns(
             if talk.kept[place]:
                 prompt = replace(talk.prompt, messages=tuple(history), reply=None)
                 rows[i, place] = Answered(prompt, asked[i], reply)
-            if place + 1 < len(talk.turns):
+            if reply.finish_reason == "error":
+                ended["it got no reply"] += place + 1 < len(talk.turns)
+                del histories[i]
+            elif place + 1 < len(talk.turns):
                 history += next_messages(talk, place, reply_turn(target.tokenizer, reply))
     return [rows[key] for key in sorted(rows)], ended
 

@@ -34,7 +34,8 @@ class Reply:
 
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
-    finish_reason: str = ""  # stop | length
+    finish_reason: str = ""  # stop | length | error
+    error: str = ""  # why there is no reply
     states: States | None = None  # of every token fed: prompt and reply but for the last token
 
 

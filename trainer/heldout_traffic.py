@@ -50,8 +50,8 @@ def make_heldout_traffic(
     todo = [chunk for chunk in plan_chunks(own, settings, keep_states=False) if not has(stage, chunk.part)]
     progress = Progress(f"traffic at temperature {settings.temperature:g}", num_requests(todo, talks))
     with closing(answer_chunks(load_target, stage, todo, talks, settings, seed, progress)) as answers:
-        for chunk, dtype, answer in answers:
-            write_part(stage, chunk, answer.rows, settings, dtype)
+        for chunk, backend, answer in answers:
+            write_part(stage, chunk, answer.rows, settings, backend)
     progress.finish()
     finish(stage)
     return stage

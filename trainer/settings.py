@@ -41,9 +41,33 @@ MIN_TEMPERATURE = 1e-3  # logits over less leave the range of float32, or its pr
 
 
 @dataclass(frozen=True)
+class ServerSettings:
+    """OpenAI-compatible servers that run the target; HEADSTART_API_KEY, where set, goes with every request."""
+
+    urls: list[str] = field(default_factory=list)
+    """Addresses of one or more servers of the same model, such as http://gpu-1:8000."""
+    engine: Literal["vllm", "sglang", "llamacpp"] = "vllm"
+    """Which server it is: they name token ids and log-probabilities differently."""
+    model: str = ""
+    """The name under which the servers list the target."""
+    concurrency: Positive = 32
+    """Requests in flight at each server."""
+    timeout: Positive = 600
+    """Seconds one reply may take, and for which all servers may be away before the run stops."""
+    retries: Count = 4
+    """Times a request is asked again after an error or a broken answer."""
+    max_failed: Share = 0.01
+    """Share of the training prompts that may stay without a reply; more of them stop the run."""
+
+
+@dataclass(frozen=True)
 class TrafficSettings:
     """How the target answers."""
 
+    backend: Literal["local", "openai"] = "local"
+    """Who answers training prompts: this process, or the servers under `server`. Other splits are always answered here."""
+    server: ServerSettings = field(default_factory=ServerSettings)
+    """Where the replies of backend `openai` come from."""
     replies: Literal["all", "last", "recorded"] = "all"
     """Assistant turns the target answers: all in order, only the last, or (recorded) none: training rows keep their own."""
     max_new_tokens: Annotated[int, Bounds(low=2)] = 128
@@ -64,6 +88,22 @@ class TrafficSettings:
     """Precision of validation and held-out replies: float32, so that live replies can be held against them."""
 
     def conflicts(self) -> Conflicts:
+        if self.backend == "openai":
+            if not self.server.urls:
+                yield (
+                    "server.urls",
+                    "found none, expected the address of a server that runs the target (http://HOST:PORT)",
+                )
+            if not self.server.model:
+                yield (
+                    "server.model",
+                    "found none, expected the name that the servers list the target under (/v1/models)",
+                )
+        elif self.server.urls:
+            yield (
+                "server.urls",
+                f"found {self.server.urls} with traffic.backend = local; expected openai, or no servers",
+            )
         if 0 < self.temperature < MIN_TEMPERATURE:
             yield "temperature", f"found {self.temperature:g}, expected 0 (greedy) or at least {MIN_TEMPERATURE:g}"
         if self.temperature == 0 and self.top_k:

@@ -1,7 +1,8 @@
 """The traffic stage: the target answers every prompt, and the states of what it just said become features.
 
 Conversations are answered turn by turn (`trainer/conversations.py`), or keep the replies that they bring
-(`trainer/recorded.py`), in fixed chunks of prompts. A chunk's features are committed before its traffic, so traffic that
+(`trainer/recorded.py`), in fixed chunks of prompts. Servers that hold the target may answer training prompts
+(`trainer/served.py`); validation and held-out replies, by which heads are judged, are always made here. A chunk's features are committed before its traffic, so traffic that
 is there always has the features of the pass that produced it, and a killed run repeats at most the chunk it was in.
 Features of other taps, asked for when the traffic is already there, are read back teacher-forced.
 """
@@ -9,8 +10,9 @@ Features of other taps, asked for when the traffic is already there, are read ba
 import json
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from itertools import groupby, pairwise
 from pathlib import Path as FilePath
 from typing import Any
@@ -33,10 +35,10 @@ from headstart.trainer.features import (
     write_shard,
 )
 from headstart.trainer.generation import Generator as ReplyGenerator
-from headstart.trainer.generation import Reply, Request
 from headstart.trainer.progress import Progress
 from headstart.trainer.prompts import read_prompts
 from headstart.trainer.recorded import conversations_of, read_recorded
+from headstart.trainer.served import AHEAD, Failed, Served, backend_name
 from headstart.trainer.settings import TrafficSettings
 from headstart.trainer.workers import in_order, num_workers
 
@@ -110,11 +112,11 @@ def make_traffic(
     check_disk(features, rows_of(missing, talks), settings, load_target)
     progress = Progress("traffic", num_requests(todo, talks))
     with closing(answer_chunks(load_target, traffic, todo, talks, settings, seed, progress)) as answers:
-        for chunk, dtype, answer in answers:
+        for chunk, backend, answer in answers:
             if answer.states:
                 write_shard(features, chunk, answer.states, load_target.taps)
             if answer.rows:
-                write_part(traffic, chunk, answer.rows, settings, dtype)
+                write_part(traffic, chunk, answer.rows, settings, backend)
     progress.finish()
     finish(features)
     finish(traffic)
@@ -130,22 +132,36 @@ def answer_chunks(
     seed: int,
     progress: Progress,
 ) -> Generator[tuple[Chunk, str, Answers], None, None]:
-    """Every chunk in order with the precision it was answered in, and its rows and states; close it to stop early."""
+    """Every chunk in order with the backend that answered it, its rows and its states; close it to stop early."""
     longest = longest_request(talks)
     ended: Counter[str] = Counter()
-    for dtype, group in groupby(
-        todo, lambda chunk: load_target.dtype if chunk.split == "train" else settings.eval_dtype
-    ):
+
+    def who(chunk: Chunk) -> tuple[str, bool]:
+        """The precision of the target here, and whether servers answer."""
+        train = chunk.split == "train"
+        served = train and settings.backend == "openai" and not has(traffic, chunk.part)
+        return load_target.dtype if train else settings.eval_dtype, served
+
+    for (dtype, served), group in groupby(todo, who):
         target, own = load_target(dtype), list(group)
+        workers = num_workers(target, len(own))
+        with ExitStack() as stack:
+            servers, stop = None, progress.stop
+            if served:
+                failed = Failed(settings.server.max_failed, traffic, num_requests(own, talks))
+                servers = Served(target, settings, sampling_of(settings), seed, progress, failed)
+                stack.enter_context(servers)
+                servers.check([talks[prompt.prompt_id].requests[0] for prompt in own[0].prompts])
+                workers, stop = max(workers, min(AHEAD, len(own))), servers.stop
 
-        def make_worker(target: Target = target) -> Callable[[Chunk], Answers]:
-            return Answerer(target, traffic, talks, settings, longest, seed, progress)
+            def make_worker(target: Target = target, servers: Served | None = servers) -> Callable[[Chunk], Answers]:
+                return Answerer(target, traffic, talks, settings, longest, seed, progress, servers)
 
-        jobs = in_order(own, make_worker, num_workers(target, len(own)), progress.stop)
-        with closing(jobs) as answers:
+            answers = stack.enter_context(closing(in_order(own, make_worker, workers, stop)))
             for chunk, answer in zip(own, answers, strict=True):
                 ended += answer.ended
-                yield chunk, dtype, answer
+                kept = "recorded" if keeps_replies(chunk, settings) else "local"
+                yield chunk, backend_name(settings) if served else f"{kept}-{dtype}", answer
     for reason, number in ended.most_common():
         print(f"{number:,} conversations ended before their last turn: {reason}")
 
@@ -162,9 +178,11 @@ class Answerer:
         longest: int,
         seed: int,
         progress: Progress,
+        servers: Served | None = None,
     ) -> None:
         """`longest` request of the whole stage, so that chunks do not depend on which of them are left to do."""
         self.target, self.traffic, self.talks, self.settings, self.progress = target, traffic, talks, settings, progress
+        self.servers = servers
         self._make = lambda: ReplyGenerator(
             target,
             sampling_of(settings),
@@ -182,12 +200,12 @@ class Answerer:
         talks = [self.talks[prompt.prompt_id] for prompt in chunk.prompts]
         if keeps_replies(chunk, self.settings):
             return Answers.of(read_recorded(self.target, talks, chunk.states_dtype, self.progress.add))
-        self._generator = generator = self._generator or self._make()
-
-        def generate(requests: list[Request]) -> list[Reply]:
-            return generator.generate(requests, chunk.states_dtype, self.progress.add)
-
-        return Answers.of(*answer_turns(self.target, talks, self.settings, generate))
+        if self.servers is not None:
+            ask = partial(self.servers.generate, states_dtype=chunk.states_dtype)
+        else:
+            self._generator = self._generator or self._make()
+            ask = partial(self._generator.generate, states_dtype=chunk.states_dtype, progress=self.progress.add)
+        return Answers.of(*answer_turns(self.target, talks, self.settings, ask))
 
     def _read(self, chunk: Chunk) -> Iterator[tuple[str, States]]:
         """States of a chunk whose rows are written, in its precision, a few paths at a time."""
@@ -215,9 +233,15 @@ def traffic_inputs(
     seed: int,
     splits: Sequence[str] = SPLITS,
 ) -> dict[str, Any]:
-    """Everything that changes a reply; the seed does only where tokens are drawn, the target's dtype for training."""
-    own = {"dtype": load_target.dtype} if "train" in splits else {"splits": list(splits)}
+    """Everything that changes a reply; the seed does only where tokens are drawn, the target's dtype for training.
+
+    Of servers it is the engine and the name of the model, wherever they are and however they are asked.
+    """
+    own: dict[str, Any] = {"dtype": load_target.dtype} if "train" in splits else {"splits": list(splits)}
     values = {**asdict(settings), **own, "seed": seed if settings.temperature > 0 else None}
+    backend, server = values.pop("backend"), values.pop("server")
+    if "train" in splits and backend != "local":
+        values |= {"backend": backend, "server": {name: server[name] for name in ("engine", "model")}}
     return stage_inputs(STAGE_VERSION, values, {"prompts": prompts.key}, load_target.facts.fingerprint)
 
 
@@ -258,7 +282,7 @@ def write_part(
     chunk: Chunk,
     answered: Sequence[Answered],
     settings: TrafficSettings,
-    dtype: str,
+    backend: str,
 ) -> None:
     """Commit a chunk: one Parquet row per request."""
     import pyarrow as arrow
@@ -282,7 +306,7 @@ def write_part(
                 "finish_reason": reply.finish_reason,
                 "stop_token_id": reply.token_ids[-1] if reply.finish_reason == "stop" else None,
                 "sampling": sampling,
-                "backend": f"{'recorded' if kept else 'local'}-{dtype}",
+                "backend": backend,
                 "chunk": chunk.number,
             }
         )

@@ -1,0 +1,133 @@
+"""Whether servers hold the very target: before many prompts are sent, and again with every chunk of replies.
+
+A server of another model, quantisation, tokenizer or version answers just as fluently, and a head trained on its replies
+serves badly. The target in this process scores what a server said: the log-probabilities have to be its own, and a greedy
+reply its own choice or a near tie.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from headstart.heads.errors import WrongInput
+from headstart.heads.target import Target
+from headstart.trainer.dialects import Asked, BadAnswer
+from headstart.trainer.generation import Reply, Request
+from headstart.trainer.recorded import score
+from headstart.trainer.servers import ADVICE, Away, Broken, Connection, Refused, Servers
+
+NUM_PROMPTS = 4
+NUM_TOKENS = 32
+# In nats. Two engines in bfloat16 differ by some hundredths in the mean; another model of the family by far more.
+MAX_MEAN_DIFFERENCE = 0.1
+MAX_GAP = 0.5  # between the target's likeliest token and the one said greedily: logits in bfloat16 are rounded to 1/8
+
+
+def mean_difference(told: Sequence[Sequence[float | None]], own: Sequence[Sequence[float]]) -> tuple[float, int]:
+    """Mean |difference| of told log-probabilities from ours, and over how many tokens; (0, 0) where none are told."""
+    pairs = [pair for reply in zip(told, own, strict=True) for pair in zip(*reply, strict=True) if pair[0] is not None]
+    return (float(np.mean([abs(a - b) for a, b in pairs if a is not None])), len(pairs)) if pairs else (0.0, 0)
+
+
+def check_difference(
+    told: Sequence[Sequence[float | None]], own: Sequence[Sequence[float]], where: str, asked: Asked
+) -> None:
+    """Refuse replies whose log-probabilities are not the target's.
+
+    Raises:
+        WrongInput: with what to look at.
+    """
+    difference, number = mean_difference(told, own)
+    if difference <= MAX_MEAN_DIFFERENCE:
+        return
+    hint = "It holds another model, version or quantisation than target.model: serve that one."
+    if asked.settings.engine == "sglang":
+        hint += " (At a temperature SGLang tells raw log-probabilities only with SGLANG_RETURN_ORIGINAL_LOGPROB=1.)"
+    raise WrongInput(
+        f"traffic.server: {where} tells log-probabilities that differ from the target's by {difference:.3f} nats in "
+        f"the mean of {number:,} tokens, expected at most {MAX_MEAN_DIFFERENCE:g}.\n{hint}"
+    )
+
+
+def check_servers(servers: Servers, target: Target, requests: Sequence[Request]) -> None:
+    """Ask every server a few prompts and hold the answers against the target.
+
+    Raises:
+        WrongInput: a server is away, lists other models, gives no token ids, or does not hold the target.
+    """
+    for url in servers.asked.settings.urls:
+        connection = Connection(url, servers.asked.settings.timeout)
+        try:
+            check_listed(connection, servers.asked)
+            answered = answers(connection, servers, requests[:NUM_PROMPTS])
+        except (Away, Broken) as error:
+            raise WrongInput(
+                f"traffic.server.urls: found no server at {url} ({error}).\nStart it, or name the address it listens at."
+            ) from None
+        except (Refused, BadAnswer) as error:
+            status = error.status if isinstance(error, Refused) else 0
+            advice = ADVICE.get(status, "Compare traffic.server with what is served there.")
+            raise WrongInput(f"traffic.server: {url} {error}.\n{advice}") from None
+        finally:
+            connection.close()
+        final = [x.final for x in target.read([np.array(q.token_ids + r.token_ids) for q, r in answered])]
+        said_from = [x[len(q.token_ids) - 1 :] for x, (q, _) in zip(final, answered, strict=True)]
+        own = [score(target, x, r.token_ids) for x, (_, r) in zip(said_from, answered, strict=True)]
+        check_difference([reply.logprobs for _, reply in answered], own, url, servers.asked)
+        if servers.sampling.temperature == 0:
+            best = [target.logits(x).log_softmax(-1).amax(-1).tolist() for x in said_from]
+            check_greedy(max(a - b for pair in zip(best, own, strict=True) for a, b in zip(*pair, strict=True)), url)
+
+
+def answers(connection: Connection, servers: Servers, requests: Sequence[Request]) -> list[tuple[Request, Reply]]:
+    """Replies to a few prompts; a prompt that the server refuses says nothing about the others.
+
+    Raises:
+        Refused: every prompt is.
+        Away, Broken, BadAnswer: no server, or none whose answers can be recorded.
+    """
+    answered, refused = [], None
+    for request in requests:
+        try:
+            answered.append((request, ask(connection, servers, request)))
+        except Refused as error:
+            refused = error
+    if refused is not None and not answered:
+        raise refused
+    return answered
+
+
+def check_listed(connection: Connection, asked: Asked) -> None:
+    """The server lists the model, and is the engine it is said to be."""
+    settings = asked.settings
+    content = connection.call("/v1/models")
+    listed = content.get("data") if isinstance(content, dict) else None
+    models = [model for model in listed or [] if isinstance(model, dict)]
+    names = [str(model.get("id")) for model in models]
+    if settings.model not in names:
+        raise WrongInput(
+            f"traffic.server.model: found {settings.model!r}, expected a model that {connection.url} lists: "
+            f"{', '.join(names) or 'none'}."
+        )
+    owner = models[names.index(settings.model)].get("owned_by")
+    if owner in ("vllm", "sglang", "llamacpp") and owner != settings.engine:
+        raise WrongInput(
+            f"traffic.server.engine: found {settings.engine}, but {connection.url} is {owner}: traffic.server.engine={owner}"
+        )
+
+
+def ask(connection: Connection, servers: Servers, request: Request) -> Reply:
+    asked = servers.asked
+    limit = min(NUM_TOKENS, servers.max_new_tokens, asked.facts.max_position - len(request.token_ids))
+    payload = asked.dialect.payload(request, limit, servers.sampling, asked)
+    return asked.reply(connection.call(asked.dialect.path, payload), request, limit)
+
+
+def check_greedy(gap: float, url: str) -> None:
+    """`gap`: by how much, at most, the target's likeliest token is likelier than the one said, in nats."""
+    if gap > MAX_GAP:
+        raise WrongInput(
+            f"traffic.server: {url} says a token that the target finds {gap:.2f} nats less likely than its own choice, "
+            f"expected its choice or a near tie (at most {MAX_GAP:g}).\n"
+            "It holds another model or changes its logits (penalties, a bias, a grammar): serve target.model plainly."
+        )

@@ -1,0 +1,271 @@
+"""Requests to servers: so many at a time at each, asked again after errors, answers in the order of the requests.
+
+Each server has lanes, threads with a connection of their own, which take requests from one queue. A server that is away
+costs its lanes a pause and no request anything; what it was answering is asked again, there or elsewhere.
+"""
+
+import contextlib
+import http.client
+import json
+import os
+import queue
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import count
+from typing import Any
+from urllib.parse import urlsplit
+
+from headstart.heads.errors import WrongInput
+from headstart.heads.sampling import Sampling
+from headstart.trainer.dialects import Asked, BadAnswer
+from headstart.trainer.generation import Reply, Request
+from headstart.trainer.progress import Stopped
+
+API_KEY = "HEADSTART_API_KEY"
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.2, 10.0
+CONNECT_S = 10
+LOADING = (429, 503)  # not now; nothing is wrong with the request
+TROUBLE = (408, 425, 500, 502, 504)  # the server's, perhaps because of this request
+QUOTED = 200  # characters of a server's message
+
+
+class Away(Exception):
+    """Nobody listens at the address, or it is not ready."""
+
+
+class Broken(Exception):
+    """The connection ended, or the time, before the answer."""
+
+
+class Refused(Exception):
+    """An HTTP status that is no success."""
+
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(f"HTTP {status}: {message}")
+        self.status = status
+
+
+class Connection:
+    """One connection to a server, opened when needed and used again."""
+
+    def __init__(self, url: str, timeout: float) -> None:
+        """Raises WrongInput: no http(s) address."""
+        parts = urlsplit(url.rstrip("/").removesuffix("/v1"))
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise WrongInput(f"traffic.server.urls: found {url!r}, expected an address such as http://localhost:8000")
+        self.url, self.timeout, self._prefix = url, timeout, parts.path
+        kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
+        self._connection = kind(parts.hostname, parts.port, timeout=timeout)
+
+    def call(self, path: str, payload: dict[str, Any] | None = None) -> Any:
+        """POST JSON (GET without a payload) and return the JSON of the answer.
+
+        Raises:
+            Away, Broken, Refused: no connection, no whole answer, another status than success.
+            BadAnswer: the answer is no JSON.
+        """
+        reused = self._connection.sock is not None
+        try:
+            status, body = self._exchange(path, payload)
+        except (TimeoutError, http.client.HTTPException, OSError) as error:
+            self.close()
+            # A server may close a connection that rests; what was sent then reached nobody.
+            if reused and isinstance(error, ConnectionError | http.client.RemoteDisconnected):
+                return self.call(path, payload)
+            raise Broken(f"{type(error).__name__}: {error}") from None
+        if status != 200:
+            refused = Refused(status, body.decode("utf-8", "replace").strip()[:QUOTED])
+            raise Away(str(refused)) if status in LOADING else refused
+        try:
+            return json.loads(body)
+        except ValueError:
+            raise BadAnswer(f"found no JSON: {body[:QUOTED]!r}") from None
+
+    def _exchange(self, path: str, payload: dict[str, Any] | None) -> tuple[int, bytes]:
+        headers = {"Content-Type": "application/json"}
+        if key := os.environ.get(API_KEY):
+            headers["Authorization"] = f"Bearer {key}"
+        data = None if payload is None else json.dumps(payload).encode()
+        if self._connection.sock is None:
+            self._connection.timeout = min(CONNECT_S, self.timeout)
+            try:
+                self._connection.connect()
+            except OSError as error:
+                self.close()
+                raise Away(f"{type(error).__name__}: {error}") from None
+            self._connection.sock.settimeout(self.timeout)
+        self._connection.request("GET" if data is None else "POST", self._prefix + path, data, headers)
+        answer = self._connection.getresponse()
+        return answer.status, answer.read()
+
+    def close(self) -> None:
+        """End the connection, also one that another thread waits on."""
+        if (sock := self._connection.sock) is not None:
+            with contextlib.suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)
+        self._connection.close()
+
+
+@dataclass(order=True)
+class Job:
+    """One request of a batch; earlier ones go first."""
+
+    number: int
+    request: Request = field(compare=False)
+    limit: int = field(compare=False)
+    batch: "Batch" = field(compare=False)
+    place: int = field(compare=False)
+    attempts: int = field(default=0, compare=False)
+
+
+class Batch:
+    """Requests that were sent off together, and their replies as they come."""
+
+    def __init__(self, number: int) -> None:
+        self.replies: list[Reply | None] = [None] * number
+        self._missing = number
+        self._lock = threading.Lock()
+
+    def put(self, place: int, reply: Reply) -> None:
+        with self._lock:
+            self.replies[place] = reply
+            self._missing -= 1
+
+    @property
+    def complete(self) -> bool:
+        return self._missing == 0
+
+
+class Servers:
+    """Lanes to all servers; a context manager, which ends them whatever happened."""
+
+    def __init__(
+        self,
+        asked: Asked,
+        sampling: Sampling,
+        max_new_tokens: int,
+        progress: Callable[[int, int], None] = lambda tokens, finished: None,
+    ) -> None:
+        self.asked, self.sampling, self.max_new_tokens, self._progress = asked, sampling, max_new_tokens, progress
+        self._jobs: queue.PriorityQueue[Job] = queue.PriorityQueue()
+        self._numbers = count()
+        self._ended = threading.Event()
+        self._news = threading.Condition()  # a reply came, or the run has to end
+        self._failure: Exception | None = None
+        self._heard = time.monotonic()  # when a server last answered
+        settings = asked.settings
+        self._connections = [
+            Connection(url, settings.timeout) for url in settings.urls for _ in range(settings.concurrency)
+        ]
+        self._lanes = [threading.Thread(target=self._run, args=(own,), daemon=True) for own in self._connections]
+
+    def __enter__(self) -> "Servers":
+        for lane in self._lanes:
+            lane.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._fail(Stopped())
+        for connection in self._connections:
+            connection.close()
+
+    def send(self, requests: Sequence[Request]) -> Batch:
+        """Queue requests; lanes answer earlier batches first."""
+        batch = Batch(len(requests))
+        context = self.asked.facts.max_position
+        for place, request in enumerate(requests):
+            limit = min(self.max_new_tokens, context - len(request.token_ids))
+            self._jobs.put(Job(next(self._numbers), request, limit, batch, place))
+        return batch
+
+    def wait(self, batch: Batch) -> list[Reply]:
+        """The replies of a batch in the order of its requests; a request that stayed without one has finish_reason `error`.
+
+        Raises:
+            WrongInput: no server has answered for `timeout` seconds.
+        """
+        with self._news:
+            while not batch.complete and self._failure is None:
+                self._news.wait(1.0)
+        if self._failure is not None:
+            raise self._failure
+        return [reply for reply in batch.replies if reply is not None]
+
+    def _run(self, connection: Connection) -> None:
+        """A lane: one request after another until the end."""
+        pause = FIRST_PAUSE_S
+        while not self._ended.is_set():
+            try:
+                job = self._jobs.get(timeout=0.5)
+            except queue.Empty:
+                continue
+            try:
+                self._finish(job, self._ask(connection, job))
+                pause = FIRST_PAUSE_S
+                continue
+            except Away as error:
+                self._jobs.put(job)
+                self._check_patience(connection, error)
+            except (Broken, Refused, BadAnswer) as error:
+                self._again(connection, job, error)
+            except Exception as error:  # a fault of ours ends the run, not one thread of it
+                self._fail(error)
+            self._ended.wait(pause)
+            pause = min(2 * pause, LONGEST_PAUSE_S)
+
+    def _ask(self, connection: Connection, job: Job) -> Reply:
+        asked = self.asked
+        payload = asked.dialect.payload(job.request, job.limit, self.sampling, asked)
+        content = connection.call(asked.dialect.path, payload)
+        self._heard = time.monotonic()
+        return asked.reply(content, job.request, job.limit)
+
+    def _again(self, connection: Connection, job: Job, error: Exception) -> None:
+        """Put a request back, or give it up: after `retries`, or where asking again cannot help."""
+        if self._ended.is_set():
+            return
+        job.attempts += 1
+        hopeless = isinstance(error, Refused) and error.status not in TROUBLE
+        if not isinstance(error, Broken):
+            self._heard = time.monotonic()
+        if isinstance(error, Refused) and error.status in (401, 403, 404):
+            self._fail(WrongInput(f"traffic.server: {connection.url} answers {error}.\n{ADVICE[error.status]}"))
+        elif hopeless or job.attempts > self.asked.settings.retries:
+            self._finish(job, Reply(finish_reason="error", error=f"{connection.url}: {error}"))
+        else:
+            # Behind all others: what makes a server fall does not meet the same neighbours again.
+            self._jobs.put(replace(job, number=next(self._numbers)))
+
+    def _finish(self, job: Job, reply: Reply) -> None:
+        job.batch.put(job.place, reply)
+        self._progress(len(reply.token_ids), 1)
+        self._tell()
+
+    def _check_patience(self, connection: Connection, error: Exception) -> None:
+        away, timeout = time.monotonic() - self._heard, self.asked.settings.timeout
+        if away > timeout:
+            self._fail(
+                WrongInput(
+                    f"traffic.server.urls: no server has answered for {away:.0f} s, the last one tried is {connection.url} "
+                    f"({error}).\nStart it again; the same command continues from here."
+                )
+            )
+
+    def _fail(self, error: Exception) -> None:
+        self._failure = self._failure or error
+        self._ended.set()
+        self._tell()
+
+    def _tell(self) -> None:
+        with self._news:
+            self._news.notify_all()
+
+
+ADVICE = {
+    401: f"Set {API_KEY} to a key that it takes.",
+    403: f"Set {API_KEY} to a key that it takes.",
+    404: "Check traffic.server.urls, .engine and .model against what it serves (its /v1/models).",
+}
