@@ -16,6 +16,7 @@ from headstart.launch.run import RunFolder, exported_checkpoint, find_run, locke
 from headstart.launch.settings import Recipe
 from headstart.launch.threads import apply_threads, choose_threads
 from headstart.launch.variants import OWN, Loaded, dump, load
+from headstart.trainer.verdicts import check_broken
 
 if TYPE_CHECKING:
     from headstart.eval.prompt_sums import PromptSums
@@ -51,6 +52,7 @@ def check(recipe_text: str, overrides: list[str], dry_run: bool) -> None:
         if not checked.target.has_weights:
             print(f"no weights in {checked.target.folder} yet: training needs them")
         print(f"{path} is fine; next: headstart train {shlex.quote(recipe_text)}")
+    check_broken(checked.prompts.records, loaded.shared.prompts.max_broken)
 
 
 def train(recipe_text: str, overrides: list[str], fresh: bool) -> None:
@@ -79,7 +81,8 @@ def train_checked(
     if not fresh:
         compare_claims(loaded)
     # The traffic stage measures the prompts it renders.
-    starts = check_loaded(loaded, path, overrides, render=False).starts
+    checked = check_loaded(loaded, path, overrides, render=False)
+    starts = checked.starts
     if not fresh:
         compare_claims(loaded, starts)
     for recipe in (loaded.shared, *loaded.variants.values()) if fresh else ():
@@ -94,6 +97,7 @@ def train_checked(
         train_variants(loaded, path, starts, comment, threads)
     else:
         train_head(loaded.shared, path, starts.get(""), comment, threads, processes)
+    check_broken(checked.prompts.records, loaded.shared.prompts.max_broken)
 
 
 def follow(recipe: Recipe, path: Path, processes: Processes) -> None:
@@ -284,6 +288,7 @@ def training_settings(recipe: Recipe) -> dict[str, object]:
         "target.device",
         "prompts.sources",
         "prompts.heldout",
+        "prompts.max_broken",
         "traffic.server.urls",
         "traffic.server.concurrency",
         "traffic.server.timeout",

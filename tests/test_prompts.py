@@ -337,9 +337,11 @@ def test_the_stage_is_reused_while_settings_and_content_stay(tmp_path):
     assert read_prompts(stage.folder) == prompts
     assert read_prompts(stage.folder, "heldout") == [prompt for prompt in prompts if prompt.split == "heldout"]
     assert stage.outputs["prompts.jsonl"]["rows"] == len(prompts)
-    skipped = json.loads((stage.folder / "skipped.jsonl").read_text())
-    assert skipped["row"] == 21
-    assert skipped["reason"] == "no messages and no prompt"
+    told = [json.loads(line) for line in (stage.folder / "verdicts.jsonl").read_text().splitlines()]
+    assert [verdict["row"] for verdict in told] == [*range(1, 22)]
+    assert (told[-1]["verdict"], told[-1]["reason"]) == ("dropped", "no messages and no prompt")
+    splits = {verdict["id"]: verdict["verdict"] for verdict in told[:-1]}
+    assert splits == {prompt.prompt_id: prompt.split for prompt in prompts if prompt.split != "heldout"}
 
     made = (stage.folder / "prompts.jsonl").stat().st_mtime_ns
     write_jsonl(tmp_path / "there" / "rows.jsonl", [*rows, {"text": "bad"}])

@@ -5,7 +5,7 @@ Which split a prompt belongs to depends on what it says and on what else is in t
 
 import json
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import islice
 from pathlib import Path
@@ -18,6 +18,7 @@ from headstart.trainer.settings import PromptSettings
 from headstart.trainer.similarity import NearIndex, prompt_text
 from headstart.trainer.sources import Rows, Skip, read_source, role_names, source_hash, source_path, template_kwargs
 from headstart.trainer.templates import builtin_files, builtin_prompts, in_turn, prompts_folder
+from headstart.trainer.verdicts import Record, verdicts
 
 if TYPE_CHECKING:
     from headstart.heads.target import TargetLoader
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 BUILTIN = "builtin"
 STAGE_VERSION = 2
 PROMPTS_FILE = "prompts.jsonl"
-SKIPPED_FILE = "skipped.jsonl"
+VERDICTS_FILE = "verdicts.jsonl"
 
 
 @dataclass
@@ -35,6 +36,10 @@ class PromptSet:
     prompts: list[Prompt] = field(default_factory=list)
     skips: list[Skip] = field(default_factory=list)
     notes: Counter[str] = field(default_factory=Counter)
+    records: list[Record] = field(default_factory=list)  # every row of the sources, built-in ones aside
+    near: dict[str, str] = field(
+        default_factory=dict
+    )  # why a prompt is left out for one that is nearly the same, by id
 
     def of(self, split: str) -> list[Prompt]:
         return [prompt for prompt in self.prompts if prompt.split == split]
@@ -51,7 +56,7 @@ class PromptSet:
         for reason, number in Counter(skip.reason for skip in self.skips).most_common():
             lines.append(f"skipped {number:,}: {reason}")
         if self.skips:
-            lines.append(f"each skipped row is named in the run's prompts/{SKIPPED_FILE}")
+            lines.append(f"what became of each row: the run's prompts/{VERDICTS_FILE}")
         if unheld := [route for route in routes if counts[route, "train"] and not counts[route, "heldout"]]:
             lines.append(
                 f"note: no held-out prompt is of {', '.join(unheld)}, so no figure will speak of them; "
@@ -68,7 +73,7 @@ def make_prompts(
     seed: int = 0,
     target: "TargetLoader | None" = None,
 ) -> Stage:
-    """Write `prompts.jsonl` and `skipped.jsonl` into a stage folder, or reuse the one of the same settings and content.
+    """Write `prompts.jsonl` and `verdicts.jsonl` into a stage folder, or reuse the one of the same settings and content.
 
     Args:
         root: folder of all runs.
@@ -97,7 +102,8 @@ def make_prompts(
         for prompt in found.prompts
     ]
     write_rows(stage, PROMPTS_FILE, rows)
-    write_rows(stage, SKIPPED_FILE, [asdict(skip) for skip in found.skips])
+    unwanted = {record.route for record in found.records} - {*settings.routes} if settings.routes else ()
+    write_rows(stage, VERDICTS_FILE, list(verdicts(found.records, found.prompts, found.near, unwanted)))
     stage.finish()
     return stage
 
@@ -137,7 +143,11 @@ def prompt_inputs(
     settings: PromptSettings, base: Path, seed: int = 0, target: "TargetLoader | None" = None
 ) -> dict[str, Any]:
     """What the prompts depend on: settings and file content, wherever the files lie; the target if it writes some."""
-    dials = {key: value for key, value in asdict(settings).items() if key not in ("sources", "heldout")}
+    apart = ("sources", "heldout", "max_broken")  # known by content; a verdict on the rows, not a choice of them
+    dials = {key: value for key, value in asdict(settings).items() if key not in apart}
+    for name in ("max_per_route", "scrub"):  # a dial that is off changes nothing, the key included
+        if not dials[name]:
+            del dials[name]
     dials["sources"] = [content_hash(name, base, "prompts.sources") for name in settings.sources]
     dials["heldout"] = content_hash(settings.heldout, base, "prompts.heldout")
     if not settings.num_synthesized:
@@ -165,7 +175,8 @@ def gather(settings: PromptSettings, base: Path) -> PromptSet:
     found = PromptSet()
     roles, kwargs = role_names(settings.roles), template_kwargs(settings.template_kwargs)
     heldout = distinct(read_heldout(settings, base, roles), found, kwargs)
-    pool = [prompt for name in settings.sources for prompt in distinct(read_training(name, base, roles), found, kwargs)]
+    sources = (distinct(read_training(name, settings, base, roles), found, kwargs) for name in settings.sources)
+    pool = [prompt for source in sources for prompt in source]
     pool = unique(pool, found, "the same in two sources")
     check_routes(settings.routes, pool)
     if settings.routes:
@@ -177,7 +188,7 @@ def gather(settings: PromptSettings, base: Path) -> PromptSet:
     chosen = {prompt.prompt_id for prompt in validation}
     rest = [prompt for prompt in pool if prompt.prompt_id not in chosen]
     unlike = without_near(validation, found, "near-duplicate of a validation prompt")
-    train = balanced(rest, settings.num_train, lambda prompt: apart(prompt) and unlike(prompt))
+    train = balanced(rest, settings.num_train, lambda prompt: apart(prompt) and unlike(prompt), settings.max_per_route)
     if settings.num_train > len(train):
         found.notes[f"prompts.num_train asks for {settings.num_train:,}, the sources hold {len(train):,}"] = 1
     splits = {
@@ -193,17 +204,15 @@ def gather(settings: PromptSettings, base: Path) -> PromptSet:
 
 def read_heldout(settings: PromptSettings, base: Path, roles: dict[str, str]) -> Rows:
     if settings.heldout == BUILTIN:
-        path = prompts_folder() / "heldout.jsonl"
-    else:
-        path = source_path(settings.heldout, base, "prompts.heldout")
-    return read_source(path, roles, "heldout")
+        return Rows(read_source(prompts_folder() / "heldout.jsonl", roles, "heldout").prompts)
+    return read_source(source_path(settings.heldout, base, "prompts.heldout"), roles, "heldout", settings.scrub)
 
 
-def read_training(name: str, base: Path, roles: dict[str, str]) -> Rows:
+def read_training(name: str, settings: PromptSettings, base: Path, roles: dict[str, str]) -> Rows:
     """Built-in prompts in their committed order; those of a file by content hash, so that its row order is nothing."""
     if name == BUILTIN:
         return Rows(list(builtin_prompts()))
-    rows = read_source(source_path(name, base, "prompts.sources"), roles, "train")
+    rows = read_source(source_path(name, base, "prompts.sources"), roles, "train", settings.scrub)
     rows.prompts.sort(key=prompt_order)
     return rows
 
@@ -217,15 +226,19 @@ def distinct(rows: Rows, found: PromptSet, kwargs: dict[str, Any]) -> list[Promp
     """Prompts of one source, each once, with the template arguments of all; skipped rows and notes go to `found`."""
     found.skips += rows.skips
     found.notes.update(rows.notes)
-    alike = []
+    alike, told = [], dict[str, tuple[str, str]]()  # new id, or why there is none, by the row's own
     for prompt in rows.prompts:
         own = prompt.template_kwargs
         if other := [f"{name} = {own[name]!r}" for name in kwargs if own.get(name, kwargs[name]) != kwargs[name]]:
-            found.skips.append(
-                skip_of(prompt, f"made with {', '.join(other)}, which prompts.template_kwargs says otherwise")
-            )
+            reason = f"made with {', '.join(other)}, which prompts.template_kwargs says otherwise"
+            found.skips.append(skip_of(prompt, reason))
+            told[prompt.prompt_id] = "", reason
         else:
             alike.append(replace(prompt, template_kwargs={**own, **kwargs}))
+            told[prompt.prompt_id] = alike[-1].prompt_id, ""
+    for record in rows.records:
+        prompt_id, reason = told.get(record.prompt_id, ("", record.reason))
+        found.records.append(replace(record, prompt_id=prompt_id, reason=reason))
     return unique(alike, found, "the same request again")
 
 
@@ -248,6 +261,7 @@ def without_near(others: list[Prompt], found: PromptSet, reason: str) -> Callabl
             return False
         if any(index.holds_near(prompt.request(turn)) for turn in prompt.turns):
             dropped.add(prompt.prompt_id)
+            found.near[prompt.prompt_id] = reason
             found.skips.append(skip_of(prompt, reason))
             return False
         return True
@@ -259,13 +273,18 @@ def skip_of(prompt: Prompt, reason: str) -> Skip:
     return Skip(f"prompt {prompt.prompt_id[:12]}", 0, reason, prompt_text(prompt)[:200])
 
 
-def balanced(prompts: list[Prompt], number: int, fits: Callable[[Prompt], bool] = lambda _: True) -> list[Prompt]:
-    """The first `number` prompts that fit (0: all), taken from the routes in turn; within a route the order stays."""
+def balanced(
+    prompts: list[Prompt], number: int, fits: Callable[[Prompt], bool] = lambda _: True, most: int = 0
+) -> list[Prompt]:
+    """The first `number` prompts that fit (0: all), from the routes in turn, at most `most` of each (0: any number).
+
+    Within a route the order stays.
+    """
     routes: dict[str, list[Prompt]] = defaultdict(list)
     for prompt in prompts:
         routes[prompt.route].append(prompt)
-    taken: Iterator[Prompt] = in_turn(filter(fits, routes[route]) for route in sorted(routes))
-    return list(islice(taken, number or None))
+    fitting = (islice(filter(fits, routes[route]), most or None) for route in sorted(routes))
+    return list(islice(in_turn(fitting), number or None))
 
 
 def check_routes(wanted: list[str], pool: list[Prompt]) -> None:

@@ -11,7 +11,7 @@ class PromptSettings:
     """Where requests come from and how they are split."""
 
     sources: list[PathText] = field(default_factory=lambda: ["builtin"])
-    """`builtin`, or files: JSONL of {"id","route","messages"} or {"prompt"}, Parquet, or a `datasets` folder."""
+    """`builtin`, files or `datasets` folders of {"messages"}, {"prompt"} or {"request","response"} rows, hub:ORG/NAME."""
     heldout: PathText = "builtin"
     """Prompts that are only reported, never trained on or chosen by: `builtin` or a file."""
     routes: list[str] = field(default_factory=list)
@@ -24,6 +24,12 @@ class PromptSettings:
     """Training prompts taken from the sources, balanced over routes; 0 takes all."""
     num_validation: Positive = 64
     """Prompts (by content hash, from the sources) that choose the best checkpoint."""
+    max_per_route: Count = 0
+    """Training prompts of one route at most; 0 sets no limit."""
+    scrub: list[Literal["email", "phone", "ip", "card", "iban", "secret"]] = field(default_factory=list)
+    """Replace these in every text of the sources, before anything is stored."""
+    max_broken: Share = 0.05
+    """Share of a source's rows that may be broken; above it the command does its work and ends with exit code 3."""
     num_heldout: Count = 240
     """Held-out prompts, balanced over routes; 0 takes all."""
     num_synthesized: Count = 0

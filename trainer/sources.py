@@ -3,7 +3,7 @@
 import json
 import os
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,11 @@ from typing import Any
 from headstart.heads.errors import WrongInput
 from headstart.heads.paths import Prompt
 from headstart.heads.store import hash_file, hash_json
+from headstart.trainer.hub import fetched, is_hub
+from headstart.trainer.recorded_requests import conversation, is_recorded
+from headstart.trainer.rows import BadRow, parsed, parsed_or_text
+from headstart.trainer.scrub import scrub
+from headstart.trainer.verdicts import Record
 
 ROLES = ("system", "user", "assistant", "tool")
 # The names ShareGPT files use.
@@ -22,10 +27,6 @@ ENDINGS = (".jsonl", ".json", ".parquet")
 
 
 ENDS_WITH_REPLY = "the last turn is a reply, which is no part of the prompt"
-
-
-class BadRow(Exception):
-    """Why one row is skipped."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,7 @@ class Rows:
     prompts: list[Prompt] = field(default_factory=list)
     skips: list[Skip] = field(default_factory=list)
     notes: Counter[str] = field(default_factory=Counter)  # changes that kept the row
+    records: list[Record] = field(default_factory=list)  # every row
 
 
 def role_names(pairs: list[str]) -> dict[str, str]:
@@ -85,11 +87,13 @@ def template_kwargs(pairs: list[str]) -> dict[str, Any]:
 
 def source_path(name: str, base: Path, setting: str) -> Path:
     """The file or folder a source names; relative ones count from `base`, the folder of the recipe."""
+    if is_hub(name):
+        return fetched(name, ROW_KEYS, setting)
     path = base / Path(name).expanduser()
     if not os.path.exists(path):  # unlike Path.exists, also for a link that points at itself
         raise WrongInput(
-            f"{setting}: found no file or folder {path}, expected `builtin`, a .jsonl, .json or .parquet file, or a "
-            f"`datasets` folder.\nRelative paths count from the recipe's folder, {base}."
+            f"{setting}: found no file or folder {path}, expected `builtin`, a .jsonl, .json or .parquet file, a `datasets` "
+            f"folder, or hub:ORG/NAME.\nRelative paths count from the recipe's folder, {base}."
         )
     if path.is_file() and path.suffix not in ENDINGS:
         raise WrongInput(
@@ -111,20 +115,23 @@ def hidden(file: Path, folder: Path) -> bool:
     return any(part.startswith((".", "cache-")) for part in file.relative_to(folder).parts)
 
 
-def read_source(path: Path, roles: Mapping[str, str], split: str) -> Rows:
-    """Read every row of a file or folder, in stored order."""
+def read_source(path: Path, roles: Mapping[str, str], split: str, scrubbed: Sequence[str] = ()) -> Rows:
+    """Read every row of a file or folder, in stored order; texts lose what the patterns named by `scrubbed` match."""
     rows = Rows()
     for number, row in enumerate_rows(path):
         try:
             if isinstance(row, BadRow):
                 raise row
-            prompt, changed = read_row(row, roles, split)
-        except BadRow as bad:
-            reason = str(bad).encode("utf-8", "replace").decode()  # it may quote half a surrogate pair
+            prompt, changed = read_row(scrub(row, scrubbed) if scrubbed else row, roles, split)
+        except (BadRow, RecursionError) as bad:
+            reason = str(bad) if isinstance(bad, BadRow) else "nested too deeply"
+            reason = reason.encode("utf-8", "replace").decode()  # it may quote half a surrogate pair
             rows.skips.append(Skip(str(path), number, reason))
+            rows.records.append(Record(str(path), number, "", "", reason))
             continue
         rows.prompts.append(prompt)
         rows.notes.update(changed)
+        rows.records.append(Record(str(path), number, prompt.prompt_id, prompt.route, ""))
     return rows
 
 
@@ -226,7 +233,11 @@ CONSTRAINTS = (
     *("guided_json", "guided_regex", "guided_choice", "guided_grammar", "regex", "ebnf"),
 )
 
-ROW_KEYS = ("id", "route", "messages", "conversations", "prompt", "template_kwargs", "finish_reason")
+ROW_KEYS = (
+    *("id", "route", "messages", "conversations", "prompt", "template_kwargs", "finish_reason"),
+    *("request", "response", "body", "error"),
+    *CONSTRAINTS,
+)
 
 
 def read_row(row: Any, roles: Mapping[str, str], split: str) -> tuple[Prompt, list[str]]:
@@ -237,6 +248,9 @@ def read_row(row: Any, roles: Mapping[str, str], split: str) -> tuple[Prompt, li
     """
     if not isinstance(row, dict):
         raise BadRow("not an object")
+    notes: list[str] = []
+    if is_recorded(row):
+        row, notes = conversation(row)
     unconstrained: tuple[Any, ...] = (None, {}, [], "", {"type": "text"})
     if constrained := [key for key in CONSTRAINTS if parsed_or_text(row.get(key)) not in unconstrained]:
         raise BadRow(f"{', '.join(constrained)} constrains the reply, which is not supported")
@@ -262,7 +276,7 @@ def read_row(row: Any, roles: Mapping[str, str], split: str) -> tuple[Prompt, li
         _ = prompt.prompt_id, prompt.route.encode(), json.dumps(reply, ensure_ascii=False).encode()
     except UnicodeEncodeError:
         raise BadRow("holds half a surrogate pair, which is no Unicode text") from None
-    return prompt, changed
+    return prompt, notes + changed
 
 
 def read_route(value: Any) -> str:
@@ -273,24 +287,6 @@ def read_route(value: Any) -> str:
     if route == ALL_ROUTES:
         raise BadRow(f"route {ALL_ROUTES}, which results use for all prompts together")
     return route
-
-
-def parsed(value: Any) -> Any:
-    """Columns of mixed types are stored as JSON text in Parquet."""
-    if isinstance(value, str):
-        try:
-            return json.loads(value)
-        except (ValueError, RecursionError):
-            raise BadRow("a column is text and not JSON") from None
-    return value
-
-
-def parsed_or_text(value: Any) -> Any:
-    """The same for a column that may be plain text."""
-    try:
-        return parsed(value)
-    except BadRow:
-        return value
 
 
 def read_messages(turns: Any, roles: Mapping[str, str]) -> tuple[tuple[dict[str, Any], ...], dict[str, Any] | None]:

@@ -2,9 +2,10 @@
 
 Conversations are answered turn by turn (`trainer/conversations.py`), or keep the replies that they bring
 (`trainer/recorded.py`), in fixed chunks of prompts. Servers that hold the target may answer training prompts
-(`trainer/served.py`); validation and held-out replies, by which heads are judged, are always made here. A chunk's features are committed before its traffic, so traffic that
-is there always has the features of the pass that produced it, and a killed run repeats at most the chunk it was in.
-Features of other taps, asked for when the traffic is already there, are read back teacher-forced.
+(`trainer/served.py`); validation and held-out replies, by which heads are judged, are always made here. A chunk's features
+are committed before its traffic, so traffic that is there always has the features of the pass that read it, and a killed
+run repeats at most the chunk it was in. Features of other taps, asked for when the traffic is already there, are read back
+teacher-forced.
 """
 
 import json
