@@ -141,6 +141,11 @@ def build_parser() -> argparse.ArgumentParser:
         "  headstart compare eagle/checkpoints/step-000300 eagle/checkpoints/step-000600 --draft-length 3"
     )
 
+    vocab = add(commands, "vocab", vocab_command, "what smaller draft vocabularies cover of a run's replies, by route")
+    vocab.add_argument("run", metavar="RUN", help="a run's name or folder; its replies are enough, no head is needed")
+    vocab.add_argument("--sizes", type=lengths, default=[], metavar="N,N", help="draft tokens (default powers of two)")
+    vocab.epilog = "examples:\n  headstart vocab eagle\n  headstart vocab eagle --sizes 2048,4096,8192"
+
     report = add(commands, "report", report_command, "write report.md and its plots again from a run's measurements")
     add_run(report, "headstart report eagle", overrides=False)
 
@@ -339,6 +344,12 @@ def compare_command(options: argparse.Namespace) -> None:
     from headstart.launch.commands import compare
 
     compare(options.runs, options.draft_length, options.draft)
+
+
+def vocab_command(options: argparse.Namespace) -> None:
+    from headstart.launch.commands import vocabulary
+
+    vocabulary(options.run, options.sizes)
 
 
 def report_command(options: argparse.Namespace) -> None:

@@ -234,6 +234,21 @@ def measured_head(text: str, draft_length: int | None = None, draft: str = "gree
     return read_sums(run.folder, checkpoint, label, draft_length, draft)
 
 
+def vocabulary(run_text: str, sizes: list[int]) -> None:
+    """Print what draft vocabularies of several sizes cover of a run's replies; reads its traffic and the tokenizer only."""
+    run, _ = find_run(run_text)
+    recipe = load(run.recipe).shared
+    ready_process(recipe)
+    from headstart.eval.coverage import coverage_text, default_sizes
+    from headstart.heads.paths import SPLITS, read_paths
+    from headstart.heads.target import TargetLoader
+
+    facts = TargetLoader(recipe.target, need_weights=False).facts
+    train, *others = (list(read_paths(run.folder / "traffic", split)) for split in SPLITS)
+    unseen = [path for paths in others for path in paths]
+    print(coverage_text(train, unseen, sizes or default_sizes(facts, recipe.head.draft_vocab_size), facts))
+
+
 def report(run_text: str) -> None:
     """Write a run's report and plots again, or a bake-off's table."""
     run, _ = find_run(run_text)

@@ -1,0 +1,165 @@
+"""Traffic through a real vLLM server that is killed while it answers, against an uninterrupted run.
+
+    python bench/served.py [--prompts 2000] [--kills 2] [--max-new-tokens 32] [--python VLLM_PYTHON] [--out FOLDER]
+
+The target is small, random and in float32, and replies are greedy. No prompt may be lost or doubled; a reply that differs
+between the runs has to part at a near tie, judged in float64, in fewer than one prompt of a thousand. The replies of the
+target in this process are compared with in the same way.
+"""
+
+import argparse
+import json
+import shutil
+import tempfile
+import threading
+import time
+from collections import Counter
+from pathlib import Path
+
+import pyarrow.parquet as parquet
+
+from headstart.eval.engine_servers import EngineServer, free_port, vllm_command
+from headstart.eval.engines_setup import install_vllm
+from headstart.eval.identity import Rescorer
+from headstart.heads.builtin import resolve_model
+from headstart.heads.paths import Path as ReplyPath
+from headstart.heads.paths import Prompt, read_part
+from headstart.heads.settings import TargetSettings
+from headstart.heads.store import Stage, open_stage
+from headstart.heads.target import TargetLoader
+from headstart.trainer.settings import ServerSettings, TrafficSettings
+from headstart.trainer.templates import builtin_prompts
+from headstart.trainer.traffic import make_traffic
+
+MODEL, CONTEXT, MAX_SHARE = "target", 1024, 0.001
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--prompts", type=int, default=2000)
+    parser.add_argument("--kills", type=int, default=2)
+    parser.add_argument("--max-new-tokens", type=int, default=32)
+    parser.add_argument("--python", type=Path, help="of an environment with vLLM (default: found or installed)")
+    parser.add_argument("--out", type=Path, help="folder that is kept (default: a temporary one)")
+    options = parser.parse_args()
+    out = options.out or Path(tempfile.mkdtemp(prefix="headstart-served-"))
+    out.mkdir(parents=True, exist_ok=True)
+    target, port = write_target(out / "target"), free_port()
+    command = vllm_command(options.python or install_vllm(), target, MODEL, port, CONTEXT)
+    prompts = short_prompts(TargetLoader(settings_of(target)), options.prompts)
+    local = TrafficSettings(max_new_tokens=options.max_new_tokens, max_prompt_tokens=400, slots=32, chunk=256)
+    server = ServerSettings(urls=[f"http://127.0.0.1:{port}"], model=MODEL)
+    served = TrafficSettings(**{**vars(local), "backend": "openai", "server": server})
+    with EngineServer(command, port, out / "server.log") as engine:
+        whole = timed("uninterrupted", out / "whole", target, prompts, served)
+        with killing(engine, out / "killed", options.kills) as kills:
+            killed = timed("killed", out / "killed", target, prompts, served)
+    print(f"the server was killed {len(kills)} times, when {', '.join(map(str, kills))} chunks were recorded")
+    here = timed("local", out / "local", target, prompts, local)
+    loader = TargetLoader(settings_of(target))
+    rescorer = Rescorer(loader("float32"))
+    report("killed against uninterrupted", prompts, whole, killed, rescorer)
+    report("served against local", prompts, here, whole, rescorer)
+    if options.out is None:
+        shutil.rmtree(out)
+
+
+def write_target(folder: Path) -> Path:
+    """A random Llama with the tokenizer of `tiny`, and heads as wide as engines on a CPU have kernels for."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    if not folder.exists():
+        shutil.copytree(resolve_model("tiny"), folder)
+        config = AutoConfig.from_pretrained(folder)
+        config.hidden_size, config.head_dim, config.intermediate_size = 256, 64, 384
+        torch.manual_seed(11)
+        AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    return folder
+
+
+def settings_of(target: Path) -> TargetSettings:
+    return TargetSettings(model=str(target), dtype="float32", device="cpu")
+
+
+def short_prompts(loader: TargetLoader, number: int) -> list[Prompt]:
+    """Built-in prompts of at most 400 tokens, with a few held out, whose replies are always local."""
+    everything = [prompt for prompt in builtin_prompts() if len(loader.render(prompt)) <= 400]
+    held = [Prompt(p.route, p.messages, "heldout") for p in everything[number : number + 8]]
+    return everything[:number] + held
+
+
+def timed(name: str, root: Path, target: Path, prompts: list[Prompt], settings: TrafficSettings) -> Stage:
+    stage = open_stage(root, "prompts", {"number": len(prompts)}, seed=0)
+    with (stage.folder / "prompts.jsonl").open("w") as handle:
+        for p in prompts:
+            row = {"id": p.prompt_id, "route": p.route, "split": p.split, "messages": list(p.messages)}
+            handle.write(json.dumps({**row, "template_kwargs": p.template_kwargs}) + "\n")
+    stage.record("prompts.jsonl", len(prompts))
+    stage.finish()
+    began = time.perf_counter()
+    traffic, _ = make_traffic(TargetLoader(settings_of(target)), stage, settings, root)
+    print(f"{name}: {time.perf_counter() - began:.0f} s", flush=True)
+    return traffic
+
+
+class killing:
+    """Kill the server each time some more chunks are recorded under `root`, and start it again."""
+
+    def __init__(self, engine: EngineServer, root: Path, times: int) -> None:
+        self.engine, self.root, self.times, self.kills = engine, root, times, []  # type: ignore[var-annotated]
+        self._thread, self._ended = threading.Thread(target=self._watch, daemon=True), threading.Event()
+
+    def __enter__(self) -> list[int]:
+        self._thread.start()
+        return self.kills
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        while len(self.kills) < self.times and not self._ended.wait(0.2):
+            parts = len(list(self.root.glob(".stages/traffic-*/part-*.parquet")))
+            if parts > 2 * len(self.kills):
+                self.kills.append(parts)
+                self.engine.kill()
+                time.sleep(3)
+                self.engine.start()
+
+
+def report(name: str, prompts: list[Prompt], first: Stage, second: Stage, rescorer: Rescorer) -> None:
+    """Lost, doubled and different replies of the training split."""
+    one, two = train_paths(first), train_paths(second)
+    expected = {prompt.prompt_id for prompt in prompts if prompt.split == "train"}
+    ids = Counter(
+        row["prompt_id"]
+        for part in sorted(second.outputs)
+        for row in parquet.read_table(second.folder / part).to_pylist()
+        if row["split"] == "train"
+    )
+    lost, doubled = expected - ids.keys(), [i for i, number in ids.items() if number > 1]
+    differences = []
+    for prompt_id, path in one.items():
+        other = two[prompt_id]
+        replies = [p.token_N[p.num_prompt_tokens :].tolist() for p in (path, other)]
+        if found := rescorer.judge(prompt_id, path.prompt_token_ids, *replies):
+            differences.append(found)
+    ties = sum(found.verdict == "tie" for found in differences)
+    share = len(differences) / len(one)
+    fine = not lost and not doubled and ties == len(differences) and share < MAX_SHARE
+    print(
+        f"{name}: {len(expected):,} prompts, {len(lost)} lost, {len(doubled)} doubled, {len(differences)} different "
+        f"({share:.2%}), of which {ties} near ties: {'pass' if fine else 'FAIL'}"
+    )
+    for found in differences[:5]:
+        print(f"  {found}")
+
+
+def train_paths(stage: Stage) -> dict[str, ReplyPath]:
+    paths = (path for name in sorted(stage.outputs) for path in read_part(stage.folder / name))
+    return {path.prompt_id: path for path in paths if path.split == "train"}
+
+
+if __name__ == "__main__":
+    main()
