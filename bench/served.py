@@ -1,15 +1,16 @@
-"""Traffic through a real vLLM server that is killed while it answers, against an uninterrupted run.
+"""Traffic through a real server that is killed while it answers, against an uninterrupted run and against local replies.
 
-    python bench/served.py [--prompts 2000] [--kills 2] [--max-new-tokens 32] [--python VLLM_PYTHON] [--out FOLDER]
+    python bench/served.py [--engine vllm] [--prompts 2000] [--kills 2] [--max-new-tokens 32] [--target NAME] [--out FOLDER]
 
-The target is small, random and in float32, and replies are greedy. No prompt may be lost or doubled; a reply that differs
-between the runs has to part at a near tie, judged in float64, in fewer than one prompt of a thousand. The replies of the
-target in this process are compared with in the same way.
+Replies are greedy and in float32; the target is a small random one unless named (llama.cpp converts no tokenizer that it
+does not know: --target smollm2-135m). No prompt may be lost or doubled. A reply that differs has to part at a near tie,
+judged in float64, and of the two served runs fewer than one reply in a thousand may; otherwise the exit code is 1.
 """
 
 import argparse
 import json
 import shutil
+import sys
 import tempfile
 import threading
 import time
@@ -18,8 +19,9 @@ from pathlib import Path
 
 import pyarrow.parquet as parquet
 
+from headstart.eval.engine_runs import convert_to_gguf
 from headstart.eval.engine_servers import EngineServer, free_port, vllm_command
-from headstart.eval.engines_setup import install_vllm
+from headstart.eval.engines_setup import install_llamacpp, install_vllm
 from headstart.eval.identity import Rescorer
 from headstart.heads.builtin import resolve_model
 from headstart.heads.paths import Path as ReplyPath
@@ -31,7 +33,7 @@ from headstart.trainer.settings import ServerSettings, TrafficSettings
 from headstart.trainer.templates import builtin_prompts
 from headstart.trainer.traffic import make_traffic
 
-MODEL, CONTEXT, MAX_SHARE = "target", 1024, 0.001
+MODEL, CONTEXT, SLOTS, MAX_SHARE = "target", 1024, 8, 0.001
 
 
 def main() -> None:
@@ -39,16 +41,17 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=2000)
     parser.add_argument("--kills", type=int, default=2)
     parser.add_argument("--max-new-tokens", type=int, default=32)
-    parser.add_argument("--python", type=Path, help="of an environment with vLLM (default: found or installed)")
+    parser.add_argument("--engine", default="vllm", choices=["vllm", "llamacpp"])
+    parser.add_argument("--target", default="", help="name or folder of a target (default: a small random one)")
     parser.add_argument("--out", type=Path, help="folder that is kept (default: a temporary one)")
     options = parser.parse_args()
     out = options.out or Path(tempfile.mkdtemp(prefix="headstart-served-"))
     out.mkdir(parents=True, exist_ok=True)
-    target, port = write_target(out / "target"), free_port()
-    command = vllm_command(options.python or install_vllm(), target, MODEL, port, CONTEXT)
+    target = resolve_model(options.target) if options.target else write_target(out / "target")
+    command, port = server_command(options.engine, target, out)
     prompts = short_prompts(TargetLoader(settings_of(target)), options.prompts)
     local = TrafficSettings(max_new_tokens=options.max_new_tokens, max_prompt_tokens=400, slots=32, chunk=256)
-    server = ServerSettings(urls=[f"http://127.0.0.1:{port}"], model=MODEL)
+    server = ServerSettings(urls=[f"http://127.0.0.1:{port}"], engine=options.engine, model=MODEL)
     served = TrafficSettings(**{**vars(local), "backend": "openai", "server": server})
     with EngineServer(command, port, out / "server.log") as engine:
         whole = timed("uninterrupted", out / "whole", target, prompts, served)
@@ -58,10 +61,24 @@ def main() -> None:
     here = timed("local", out / "local", target, prompts, local)
     loader = TargetLoader(settings_of(target))
     rescorer = Rescorer(loader("float32"))
-    report("killed against uninterrupted", prompts, whole, killed, rescorer)
-    report("served against local", prompts, here, whole, rescorer)
+    fine = report("killed against uninterrupted", prompts, whole, killed, rescorer, MAX_SHARE)
+    fine &= report("served against local", prompts, here, whole, rescorer, 1.0)
     if options.out is None:
         shutil.rmtree(out)
+    sys.exit(0 if fine and len(kills) == options.kills else 1)
+
+
+def server_command(engine: str, target: Path, out: Path) -> tuple[list[str], int]:
+    """What starts a server of the target, and its port."""
+    port = free_port()
+    if engine == "vllm":
+        return vllm_command(install_vllm(), target, MODEL, port, CONTEXT), port
+    llamacpp = install_llamacpp()
+    file = convert_to_gguf(llamacpp, target, out / "target.gguf")
+    options = ["--model", file, "--alias", MODEL, "--host", "127.0.0.1", "--port", port, "--threads", 1, "--no-warmup"]
+    options += ["--ctx-size", SLOTS * CONTEXT, "--parallel", SLOTS, "--cache-ram", 0]
+    options += ["--cache-type-k", "f32", "--cache-type-v", "f32", "--flash-attn", "off"]
+    return [str(word) for word in (llamacpp.server, *options)], port
 
 
 def write_target(folder: Path) -> Path:
@@ -128,8 +145,12 @@ class killing:
                 self.engine.start()
 
 
-def report(name: str, prompts: list[Prompt], first: Stage, second: Stage, rescorer: Rescorer) -> None:
-    """Lost, doubled and different replies of the training split."""
+def report(name: str, prompts: list[Prompt], first: Stage, second: Stage, rescorer: Rescorer, most: float) -> bool:
+    """Print lost, doubled and different replies of the training split; whether they are as they have to be.
+
+    Args:
+        most: share of replies that may differ, by near ties.
+    """
     one, two = train_paths(first), train_paths(second)
     expected = {prompt.prompt_id for prompt in prompts if prompt.split == "train"}
     ids = Counter(
@@ -147,13 +168,14 @@ def report(name: str, prompts: list[Prompt], first: Stage, second: Stage, rescor
             differences.append(found)
     ties = sum(found.verdict == "tie" for found in differences)
     share = len(differences) / len(one)
-    fine = not lost and not doubled and ties == len(differences) and share < MAX_SHARE
+    fine = not lost and not doubled and ties == len(differences) and share <= most
     print(
         f"{name}: {len(expected):,} prompts, {len(lost)} lost, {len(doubled)} doubled, {len(differences)} different "
         f"({share:.2%}), of which {ties} near ties: {'pass' if fine else 'FAIL'}"
     )
     for found in differences[:5]:
         print(f"  {found}")
+    return fine
 
 
 def train_paths(stage: Stage) -> dict[str, ReplyPath]:

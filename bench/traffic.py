@@ -5,9 +5,8 @@
 
 Greedy replies of mixed length to built-in prompts, answered as the stage answers them: chunks of even size, one worker a
 thread. `plain` is one request at a time through the same forward; `generate` is transformers' own loop, one request at a
-time and with as many requests together as the slots of all workers, a batch going on until its last reply has ended. Replies of the
-two at that batch are compared token by token: in float32 all are equal. Every rate is measured in this one run, after a
-warm-up.
+time, and as many together as all workers have slots, a batch going on until its last reply has ended. Replies of the two at
+that batch are compared token by token: in float32 all are equal. Every rate is measured in this one run, after a warm-up.
 """
 
 import argparse

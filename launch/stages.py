@@ -239,6 +239,10 @@ def new_head(recipe: Recipe, target: Target, paths: Sequence[ReplyPath], start: 
         f"draft vocabulary: {len(draft_ids_V):,} of {target.facts.num_tokens:,} tokens{chosen} hold "
         f"{coverage(counts_V, draft_ids_V):.2%} of {counts_V.sum():,} generated training tokens"
     )
+    print(
+        f"taps {target.taps} of {target.facts.num_layers} layers: the residual stream after so many, 0 the embedding, "
+        f"{target.facts.num_layers} before the final norm"
+    )
     torch.manual_seed(recipe.run.seed)
     return first_head(recipe.head, target, draft_ids_V, start)
 

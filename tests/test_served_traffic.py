@@ -1,7 +1,11 @@
 """Laws of replies from servers: the record is what the target here would have said, whatever happens to the servers."""
 
 import contextlib
+import os
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pyarrow.parquet as parquet
@@ -241,3 +245,12 @@ def test_the_key_knows_who_answered_and_not_where(tmp_path):
     # Held-out replies are local in any case, and local traffic has the key it had before there were servers.
     assert inputs(base, splits=("heldout",)) == inputs(SETTINGS, splits=("heldout",))
     assert not {"backend", "server"} & inputs(SETTINGS)["settings"].keys()
+
+
+@pytest.mark.skipif("HEADSTART_ENGINE_TESTS" not in os.environ, reason="installs or starts a serving engine")
+def test_a_real_server_that_is_killed_gives_our_record():
+    """vLLM answers 60 prompts in float32; the script fails where a prompt is lost, doubled or parts but for a near tie."""
+    script = Path(__file__).parents[1] / "bench" / "served.py"
+    command = [sys.executable, str(script), "--prompts", "60", "--kills", "1", "--max-new-tokens", "16"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
