@@ -110,7 +110,7 @@ def timed(name: str, root: Path, target: Path, prompts: list[Prompt], settings: 
     stage = open_stage(root, "prompts", {"number": len(prompts)}, seed=0)
     with (stage.folder / "prompts.jsonl").open("w") as handle:
         for p in prompts:
-            row = {"id": p.prompt_id, "route": p.route, "split": p.split, "messages": list(p.messages)}
+            row = {"id": p.prompt_id, "route": p.route, "split": p.split, "messages": list(p.messages), "reply": None}
             handle.write(json.dumps({**row, "template_kwargs": p.template_kwargs}) + "\n")
     stage.record("prompts.jsonl", len(prompts))
     stage.finish()
