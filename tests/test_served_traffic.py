@@ -180,7 +180,7 @@ def test_a_prompt_without_reply_is_recorded_as_such_and_read_by_nobody(tmp_path,
 
     with serving(tiny_target) as server:
         server.spoil = spoil
-        with pytest.raises(GateFailed, match=r"of 18 training prompts got no reply(.|\n)*max_failed"):
+        with pytest.raises(GateFailed, match=r"of 18 training requests got no reply(.|\n)*max_failed"):
             run(tmp_path, served(server.url, retries=1))
         traffic, features = run(tmp_path, served(server.url, retries=1, max_failed=0.2))
     lost = {prompt.prompt_id for prompt in train[6:8]}

@@ -63,14 +63,14 @@ class Served:
         """Hold every server against the target on the first of these. Raises WrongInput: it is not the one asked for."""
         check_servers(self.servers, self.target, requests)
 
-    def generate(self, requests: Sequence[Request], states_dtype: torch.dtype | None) -> list[Reply]:
-        """Replies in the order of the requests, with the target's states on them.
+    def generate(self, requests: Sequence[Request], states_dtype: torch.dtype | None, chunk: int = 0) -> list[Reply]:
+        """Replies in the order of the requests, which are of the chunk of this number, with the target's states on them.
 
         Raises:
             WrongInput: no server answers any more, or the replies are not the target's.
             GateFailed: more prompts than `max_failed` stay without a reply.
         """
-        replies = self.servers.wait(self.servers.send(requests))
+        replies = self.servers.wait(self.servers.send(requests, chunk))
         self.failed.add(replies)
         answered = [(q, r) for q, r in zip(requests, replies, strict=True) if r.finish_reason != "error"]
         with self._reading:

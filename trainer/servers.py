@@ -111,8 +111,9 @@ class Connection:
 
 @dataclass(order=True)
 class Job:
-    """One request of a batch; earlier ones go first."""
+    """One request of a batch; those of earlier chunks go first."""
 
+    chunk: int
     number: int
     request: Request = field(compare=False)
     limit: int = field(compare=False)
@@ -172,13 +173,13 @@ class Servers:
         for connection in self._connections:
             connection.close()
 
-    def send(self, requests: Sequence[Request]) -> Batch:
-        """Queue requests; lanes answer earlier batches first."""
+    def send(self, requests: Sequence[Request], chunk: int = 0) -> Batch:
+        """Queue requests; lanes answer those of earlier chunks first."""
         batch = Batch(len(requests))
         context = self.asked.facts.max_position
         for place, request in enumerate(requests):
             limit = min(self.max_new_tokens, context - len(request.token_ids))
-            self._jobs.put(Job(next(self._numbers), request, limit, batch, place))
+            self._jobs.put(Job(chunk, next(self._numbers), request, limit, batch, place))
         return batch
 
     def wait(self, batch: Batch) -> list[Reply]:
@@ -190,7 +191,7 @@ class Servers:
         with self._news:
             while not batch.complete and self._failure is None:
                 self._news.wait(1.0)
-        if self._failure is not None:
+        if not batch.complete and self._failure is not None:
             raise self._failure
         return [reply for reply in batch.replies if reply is not None]
 
@@ -236,7 +237,7 @@ class Servers:
         elif hopeless or job.attempts > self.asked.settings.retries:
             self._finish(job, Reply(finish_reason="error", error=f"{connection.url}: {error}"))
         else:
-            # Behind all others: what makes a server fall does not meet the same neighbours again.
+            # Behind the others of its chunk: what makes a server fall does not meet the same neighbours again.
             self._jobs.put(replace(job, number=next(self._numbers)))
 
     def _finish(self, job: Job, reply: Reply) -> None:

@@ -202,7 +202,7 @@ class Answerer:
         if keeps_replies(chunk, self.settings):
             return Answers.of(read_recorded(self.target, talks, chunk.states_dtype, self.progress.add))
         if self.servers is not None:
-            ask = partial(self.servers.generate, states_dtype=chunk.states_dtype)
+            ask = partial(self.servers.generate, states_dtype=chunk.states_dtype, chunk=chunk.number)
         else:
             self._generator = self._generator or self._make()
             ask = partial(self._generator.generate, states_dtype=chunk.states_dtype, progress=self.progress.add)
