@@ -16,6 +16,7 @@ from headstart.launch.variants import Loaded
 from headstart.trainer.checkpoint import pointed
 from headstart.trainer.features import features_inputs, find_features, gigabytes, most_bytes
 from headstart.trainer.prompts import prompt_inputs
+from headstart.trainer.served import backend_name
 from headstart.trainer.traffic import traffic_inputs
 
 Row = tuple[str, str, str]
@@ -60,7 +61,10 @@ def derived(loaded: Loaded, checked: Checked) -> list[Row]:
     recipe_says = "as the recipe says"
     device_reason = "no accelerator here" if device.type == "cpu" else "the first accelerator"
     target_precision = choose_precision(recipe.target.dtype, device)
+    servers = recipe.traffic.server.urls
+    asked = [("training replies", backend_name(recipe.traffic), ", ".join(servers))] if servers else []
     return [
+        *asked,
         ("target", recipe.target.model, f"{facts.num_layers} layers, width {facts.hidden_size}, {target.folder}"),
         ("device", str(device), device_reason if recipe.target.device == "auto" else recipe_says),
         ("target.dtype", target_precision.name, target_precision.reason),

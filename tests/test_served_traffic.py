@@ -13,11 +13,12 @@ import pytest
 
 from headstart.heads.errors import GateFailed, WrongInput
 from headstart.heads.features import FeatureReader
-from headstart.heads.paths import read_paths
+from headstart.heads.paths import Prompt, read_paths
 from headstart.heads.target import TargetLoader
-from headstart.trainer.settings import ServerSettings
+from headstart.trainer.settings import ServerSettings, TrafficSettings
 from headstart.trainer.traffic import make_traffic, traffic_inputs
 from tests.reply_server import MODEL, ReplyServer
+from tests.test_prompts import user
 from tests.test_traffic import SETTINGS, TINY, hashes, prompts_stage, some_prompts
 
 PROMPTS = some_prompts(30, ("train", "train", "train", "validation", "heldout"))
@@ -72,6 +73,33 @@ def test_the_record_is_that_of_the_target_here(tmp_path, tiny_target, local, eng
     for path in read_paths(traffic.folder):
         for a, b in zip(reader.get(path.prompt_id), own.get(path.prompt_id), strict=True):
             assert np.allclose(a.float(), b.float(), atol=2e-2)
+
+
+def test_turns_of_a_conversation_are_asked_in_order(tmp_path, tiny_target):
+    """Each with the target's own replies as its history, as they are here."""
+    talks = [
+        Prompt(
+            "chat",
+            (user(f"Question {i}?"), {"role": "assistant", "content": "Tea."}, user("Why?")),
+            ("train", "train", "train", "validation", "heldout")[i % 5],
+        )
+        for i in range(10)
+    ]
+    here, _ = run(tmp_path / "here", SETTINGS, talks)
+    with serving(tiny_target) as server:
+        there, _ = run(tmp_path / "there", served(server.url), talks)
+    assert record(there) == record(here)
+    assert len(rows(there)) == 2 * len(talks)
+
+
+def test_settings_that_name_no_server_or_ask_nobody_are_refused():
+    def wrong(**values):
+        return {name for name, _ in TrafficSettings(**values).conflicts()}
+
+    assert wrong(backend="openai") == {"server.urls", "server.model"}
+    assert wrong(server=served("http://a").server) == {"server.urls"}
+    assert wrong(backend="openai", server=served("http://a").server, replies="recorded") == {"backend"}
+    assert wrong(backend="openai", server=served("http://a").server) == wrong() == set()
 
 
 def test_a_server_killed_twice_loses_and_doubles_nothing(tmp_path, tiny_target, local):
