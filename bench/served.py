@@ -33,7 +33,7 @@ from headstart.trainer.settings import ServerSettings, TrafficSettings
 from headstart.trainer.templates import builtin_prompts
 from headstart.trainer.traffic import make_traffic
 
-MODEL, CONTEXT, SLOTS, MAX_SHARE = "target", 1024, 8, 0.001
+MODEL, CONTEXT, SLOTS, NUM_CHATS, MAX_SHARE = "target", 1024, 8, 50, 0.001
 
 
 def main() -> None:
@@ -55,13 +55,15 @@ def main() -> None:
     served = TrafficSettings(**{**vars(local), "backend": "openai", "server": server})
     with EngineServer(command, port, out / "server.log") as engine:
         whole = timed("uninterrupted", out / "whole", target, prompts, served)
+        as_chat = options.engine != "vllm" or asked_as_chat(engine.url, prompts, whole, options.max_new_tokens)
         with killing(engine, out / "killed", options.kills) as kills:
             killed = timed("killed", out / "killed", target, prompts, served)
     print(f"the server was killed {len(kills)} times, when {', '.join(map(str, kills))} chunks were recorded")
     here = timed("local", out / "local", target, prompts, local)
     loader = TargetLoader(settings_of(target))
     rescorer = Rescorer(loader("float32"))
-    fine = report("killed against uninterrupted", prompts, whole, killed, rescorer, MAX_SHARE)
+    fine = as_chat
+    fine &= report("killed against uninterrupted", prompts, whole, killed, rescorer, MAX_SHARE)
     fine &= report("served against local", prompts, here, whole, rescorer, 1.0)
     if options.out is None:
         shutil.rmtree(out)
