@@ -19,7 +19,7 @@ from pathlib import Path
 
 import pyarrow.parquet as parquet
 
-from headstart.eval.engine_runs import convert_to_gguf
+from headstart.eval.engine_runs import convert_to_gguf, fetch
 from headstart.eval.engine_servers import EngineServer, free_port, vllm_command
 from headstart.eval.engines_setup import install_llamacpp, install_vllm
 from headstart.eval.identity import Rescorer
@@ -145,6 +145,23 @@ class killing:
                 self.engine.kill()
                 time.sleep(3)
                 self.engine.start()
+
+
+def asked_as_chat(url: str, prompts: list[Prompt], stage: Stage, max_new_tokens: int) -> bool:
+    """Whether vLLM, given the messages, reports the prompt ids that are recorded: what training sees is what is served."""
+    paths = train_paths(stage)
+    asked = [prompt for prompt in prompts if prompt.prompt_id in paths][:NUM_CHATS]
+    same_prompts = same_replies = 0
+    for prompt in asked:
+        request = {"model": MODEL, "messages": list(prompt.messages), "max_tokens": max_new_tokens, "temperature": 0}
+        answer = json.loads(fetch(f"{url}/v1/chat/completions", {**request, "return_token_ids": True}))
+        path, choice = paths[prompt.prompt_id], answer["choices"][0]
+        same_prompts += answer["prompt_token_ids"] == path.prompt_token_ids
+        same_replies += choice["token_ids"] == path.token_N[path.num_prompt_tokens :].tolist()
+    print(
+        f"asked as chats: {same_prompts} of {len(asked)} prompts and {same_replies} replies have the recorded token ids"
+    )
+    return same_prompts == len(asked)
 
 
 def report(name: str, prompts: list[Prompt], first: Stage, second: Stage, rescorer: Rescorer, most: float) -> bool:

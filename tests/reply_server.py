@@ -15,9 +15,9 @@ from headstart.heads.target import Target
 from headstart.trainer.generation import Generator, Reply, Request
 
 MODEL = "tiny-model"
-LONGEST = 256
 
 _decoding = threading.Lock()
+_replies: dict[tuple[str, tuple[int, ...], int, Sampling], Reply] = {}
 
 
 class ReplyServer(ThreadingHTTPServer):
@@ -31,7 +31,6 @@ class ReplyServer(ThreadingHTTPServer):
         self.target, self.engine, self.die_after = target, engine, die_after
         self.spoil: Callable[[dict[str, Any], dict[str, Any]], Any] = lambda request, answer: answer
         self.answered, self.open, self.dead = 0, set(), False  # type: ignore[var-annotated]
-        self._generators: dict[Sampling, Generator] = {}
         self.when_dead: Callable[[], Any] = lambda: None
         self.thread = threading.Thread(target=self.serve_forever, args=(0.02,), daemon=True)
         self.thread.start()
@@ -56,11 +55,13 @@ class ReplyServer(ThreadingHTTPServer):
         self.when_dead()
 
     def reply(self, token_ids: list[int], limit: int, sampling: Sampling) -> Reply:
+        """The target's reply, kept for whoever asks again: tests are about what goes on around it."""
         with _decoding:
-            generator = self._generators.setdefault(sampling, Generator(self.target, sampling, LONGEST, 1, 1024))
-            generator.max_new_tokens = limit
-            (reply,) = generator.generate([Request(str(token_ids), token_ids)])
-        return reply
+            key = (self.target.facts.name, tuple(token_ids), limit, sampling)
+            if key not in _replies:
+                generator = Generator(self.target, sampling, limit, 1, len(token_ids) + limit)
+                (_replies[key],) = generator.generate([Request(str(token_ids), token_ids)])
+        return _replies[key]
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -116,9 +117,9 @@ def vllm_answer(server: ReplyServer, request: dict[str, Any]) -> dict[str, Any]:
         "index": 0,
         "text": said(server, reply),
         "finish_reason": reply.finish_reason,
-        "logprobs": {"token_logprobs": reply.logprobs},
-        "token_ids": reply.token_ids,
-        "prompt_token_ids": request["prompt"],
+        "logprobs": {"token_logprobs": list(reply.logprobs)},
+        "token_ids": list(reply.token_ids),
+        "prompt_token_ids": list(request["prompt"]),
     }
     return {"choices": [choice], "usage": {"prompt_tokens": len(request["prompt"])}}
 
@@ -131,7 +132,7 @@ def llama_answer(server: ReplyServer, request: dict[str, Any]) -> dict[str, Any]
     whole = [entry for entry in told if "\ufffd" not in server.target.tokenizer.decode([entry["id"]])]
     return {
         "content": said(server, reply),
-        "tokens": reply.token_ids,
+        "tokens": list(reply.token_ids),
         "completion_probabilities": whole,
         "stop_type": "eos" if reply.finish_reason == "stop" else "limit",
         "tokens_evaluated": len(request["prompt"]),

@@ -36,7 +36,7 @@ def serving(target, engine="vllm", **options):
 
 
 def served(*urls, **values):
-    server = ServerSettings(urls=list(urls), **{"model": MODEL, "concurrency": 3, "timeout": 20, **values})
+    server = ServerSettings(urls=list(urls), **{"model": MODEL, "concurrency": 3, "timeout": 60, **values})
     return replace(SETTINGS, backend="openai", server=server)
 
 
@@ -121,7 +121,7 @@ def test_a_server_killed_twice_loses_and_doubles_nothing(tmp_path, tiny_target, 
 def test_a_run_whose_servers_stay_away_is_continued_where_it_was(tmp_path, tiny_target, local):
     with serving(tiny_target, die_after=14) as server:  # 4 of the check, then beyond the first chunk
         with pytest.raises(WrongInput, match=r"no server has answered for \d+ s(.|\n)*the same command continues"):
-            run(tmp_path, served(server.url, timeout=1))
+            run(tmp_path, served(server.url, timeout=2))
         begun = list(tmp_path.glob(".stages/traffic-*/part-*.parquet"))
         assert begun
     with pytest.raises(WrongInput, match="found no server at"):
