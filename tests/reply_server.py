@@ -50,6 +50,9 @@ class ReplyServer(ThreadingHTTPServer):
             except OSError:
                 continue
 
+    def handle_error(self, *_: Any) -> None:
+        """A connection that was cut is nothing to report."""
+
     def die(self) -> None:
         self.kill()
         self.when_dead()

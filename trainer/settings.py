@@ -105,6 +105,8 @@ class TrafficSettings:
                     "server.model",
                     "found none, expected the name that the servers list the target under (/v1/models)",
                 )
+            if self.replies == "recorded":
+                yield "backend", "found openai with traffic.replies = recorded, which asks nobody; expected local"
         elif self.server.urls:
             yield (
                 "server.urls",
