@@ -27,7 +27,7 @@ from headstart.trainer.data import EvaluationRows, TrainingRows
 from headstart.trainer.loop import train
 from headstart.trainer.settings import TrainSettings
 from headstart.trainer.traffic import make_traffic
-from tests.small_decoding import fitted_head, make_path, make_prompts
+from tests.small_decoding import continuations, fitted_head, make_path, make_prompts
 from tests.test_builtin_targets import SMALL
 from tests.test_traffic import SETTINGS, TINY, prompts_stage, some_prompts
 
@@ -100,6 +100,7 @@ def test_a_head_is_refused_for_a_target_that_says_the_same_from_other_states(tmp
     torch.testing.assert_close(tiny_target.logits(first.final), other.logits(second.final), atol=1e-3, rtol=1e-3)
     assert (first.taps - second.taps).norm() > first.taps.norm()
     paths = [make_path(p, p[1:], f"p{i}") for i, p in enumerate(make_prompts(tiny_target, [9, 12]))]
+    (tmp_path / "head").mkdir()
     save_head(tmp_path / "head", fitted_head(tiny_target, paths, steps=1), step=1)
     load_head(tmp_path / "head", tiny_target)
     with pytest.raises(WrongInput, match="differs in weights"):
@@ -110,7 +111,8 @@ def test_the_same_prompts_give_the_same_counts_however_often_they_are_asked(tiny
     """Case 42: nothing of a run, such as a cache of prefixes that prompts share, reaches the next."""
     shared = make_prompts(tiny_target, [30])[0]
     prompts = [shared + tail for tail in make_prompts(tiny_target, [3, 5, 4, 9, 2], seed=4)]
-    head = fitted_head(tiny_target, [make_path(p, p[1:], f"p{i}") for i, p in enumerate(prompts[:2])], steps=10)
+    said = continuations(tiny_target, prompts, 12)
+    head = fitted_head(tiny_target, [make_path(p, said[tuple(p)], f"p{i}") for i, p in enumerate(prompts)])
     drafter = HeadDrafter(head)
     runs = [decode(tiny_target, prompts, drafter, 3, 16, batch=2) for _ in range(3)]
     first = [(reply.token_ids, reply.steps) for reply in runs[0]]

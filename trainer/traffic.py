@@ -24,7 +24,7 @@ from headstart.heads.paths import SPLITS, UNKNOWN, Prompt, read_part
 from headstart.heads.sampling import Sampling
 from headstart.heads.store import Stage, atomic_path, open_stage, remove_leftovers, stage_inputs
 from headstart.heads.target import States, Target, TargetLoader
-from headstart.trainer.conversations import Answered, Conversation, answer_turns, longest_request
+from headstart.trainer.conversations import Answered, Conversation, answer_turns, longest_request, prompt_limit
 from headstart.trainer.features import (
     check_disk,
     features_inputs,
@@ -135,6 +135,9 @@ def answer_chunks(
 ) -> Generator[tuple[Chunk, str, Answers], None, None]:
     """Every chunk in order with the backend that answered it, its rows and its states; close it to stop early."""
     longest = longest_request(talks)
+    if any(len(talk.turns) > 1 for talk in talks.values()):
+        # The text of a reply may take more tokens in a history than the reply had.
+        longest = max(longest, prompt_limit(load_target, settings))
     ended: Counter[str] = Counter()
 
     def who(chunk: Chunk) -> tuple[str, bool]:
