@@ -16,7 +16,6 @@ from headstart.launch.run import RunFolder, exported_checkpoint, find_run, locke
 from headstart.launch.settings import Recipe
 from headstart.launch.threads import apply_threads, choose_threads
 from headstart.launch.variants import OWN, Loaded, dump, load
-from headstart.trainer.verdicts import check_broken
 
 if TYPE_CHECKING:
     from headstart.eval.prompt_sums import PromptSums
@@ -32,6 +31,7 @@ def check(recipe_text: str, overrides: list[str], dry_run: bool) -> None:
     if not processes.first:
         return
     from headstart.launch.check import check_loaded, skip_lines
+    from headstart.trainer.verdicts import check_broken
 
     if dry_run:
         compare_claims(loaded)
