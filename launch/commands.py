@@ -77,6 +77,7 @@ def train_checked(
 ) -> None:
     """What the first process does with a recipe that could be read."""
     from headstart.launch.check import check_loaded
+    from headstart.trainer.verdicts import check_broken
 
     if not fresh:
         compare_claims(loaded)
