@@ -3,6 +3,7 @@
 import ipaddress
 import re
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 _DIGIT_GROUPS = r"\d(?:[ -]?\d){12,18}"
@@ -49,13 +50,18 @@ def is_address(text: str) -> bool:
 CHECKS: dict[str, Callable[[str], bool]] = {"card": luhn, "ip": is_address}
 
 
+def replaced(name: str, match: re.Match[str]) -> str:
+    """What stands for a match: the pattern's name, or the text itself where a check finds it to be something else."""
+    text = match[0]
+    return f"[{name}]" if name not in CHECKS or CHECKS[name](text) else text
+
+
 def scrub(value: Any, names: Sequence[str]) -> Any:
     """The same value with every match of the named patterns, in any text of it, replaced by [email], [phone], .."""
     if isinstance(value, str):
         for name in ORDER:
             if name in names:
-                check = CHECKS.get(name, lambda text: True)
-                value = PATTERNS[name].sub(lambda m, n=name, c=check: f"[{n}]" if c(m[0]) else m[0], value)
+                value = PATTERNS[name].sub(partial(replaced, name), value)
         return value
     if isinstance(value, dict):
         return {scrub(key, names): scrub(item, names) for key, item in value.items()}
