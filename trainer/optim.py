@@ -42,7 +42,7 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
         group["lr"] = rate
 
 
-def clip_gradients(parameters: Iterable[nn.Parameter], clip_norm: float) -> Tensor:
+def clip_gradients(parameters: Iterable[Tensor], clip_norm: float) -> Tensor:
     """Scale gradients to a total norm of at most `clip_norm` (0: leave them); returns the norm before."""
     limit = clip_norm if clip_norm > 0 else math.inf
     return nn.utils.clip_grad_norm_(list(parameters), limit)

@@ -164,11 +164,11 @@ class Sharded(Strategy):
         for parameter in trained:
             dist.broadcast(parameter.data, 0)
         mesh = dist.init_device_mesh(self.head.device.type, (self.ranks.world,))
-        spread = fully_shard(share, mesh=mesh, reshard_after_forward=False, ignored_params=frozen)
-        spread.set_gradient_divide_factor(1.0)
-        spread.set_force_sum_reduction_for_comms(True)
-        spread.set_reduce_scatter_unused_params(True)
-        return super().spread(spread)
+        sharded = fully_shard(share, mesh=mesh, reshard_after_forward=False, ignored_params=frozen)
+        sharded.set_gradient_divide_factor(1.0)
+        sharded.set_force_sum_reduction_for_comms(True)
+        sharded.set_reduce_scatter_unused_params(True)
+        return super().spread(share)  # whose class is another now
 
     @contextmanager
     def adding_up(self, last: bool) -> Iterator[None]:

@@ -39,7 +39,7 @@ class Zero2(Strategy):
         deepspeed = import_deepspeed(self.head.device)
         for parameter in self.head.trained_tensors().values():
             dist.broadcast(parameter.data, 0)
-        share.fills_gradients = True  # type: ignore[assignment]  # an engine reduces gradients, and none is no gradient
+        share.at_once = True  # type: ignore[assignment]
         self.engine, self.zero, _, _ = deepspeed.initialize(
             model=share,
             optimizer=make_optimizer(self.head, self.settings),
@@ -245,6 +245,8 @@ def import_deepspeed(device: torch.device) -> Any:
             "train.strategy: zero2 and zero3 need DeepSpeed: pip install 'headstart[deepspeed]', or use fsdp2."
         ) from None
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    # Its own sums in shared memory would be compiled first, which takes a compiler and half a minute; gloo is there.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     return deepspeed
 
 
