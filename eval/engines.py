@@ -2,180 +2,95 @@
 
     python -m headstart.eval.engines [RUN]        (`make engines`; RUN: a folder under runs/, default the newest export)
 
-Every figure is s_j, drafts accepted at position j / drafts. vLLM counts the last block whole. llama.cpp cuts a draft to
-what the token limit leaves less one, counts no step without a draft, and ends a block before a drafted stop token.
+How engines count is in `engine_counts.py`, how they are run in `vllm_engine.py` and `llamacpp_engine.py`.
 """
 
 import argparse
+import json
 import sys
-import tempfile
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from headstart.eval.acceptance import PromptCounts, acceptance_row
 from headstart.eval.decode import decode
 from headstart.eval.drafters import HeadDrafter
-from headstart.eval.engine_runs import (
-    EngineReply,
-    EngineRun,
-    accepted_per_position,
-    convert_to_gguf,
-    run_llamacpp,
-    run_vllm,
-)
-from headstart.eval.engines_setup import engines_folder, install_llamacpp, install_vllm
+from headstart.eval.engine_counts import Comparison, by_rule, compare, engine_row, print_comparison
+from headstart.eval.engine_runs import Drafts, Engine, EngineRun, Requests
+from headstart.eval.engines_setup import install_llamacpp, install_vllm
 from headstart.eval.file_reader import read_eval
 from headstart.eval.gate import of_checkpoint, read_evals
-from headstart.eval.replies import Reply
+from headstart.eval.llamacpp_engine import open_llamacpp
 from headstart.eval.timings import balanced
+from headstart.eval.vllm_engine import open_vllm
 from headstart.heads.builtin import resolve_model
 from headstart.heads.checkpoint import WEIGHTS, head_hash, load_head
+from headstart.heads.contract import Head
+from headstart.heads.draft import DraftModel
 from headstart.heads.errors import GateFailed, WrongInput
-from headstart.heads.export.card import METHODS, RECORD, RECORD_SCHEMA, write_card
+from headstart.heads.export.card import RECORD, RECORD_SCHEMA, write_card
 from headstart.heads.export.comparison import rounded
+from headstart.heads.export.draft import written_head
 from headstart.heads.export.readers.files import DTYPES
-from headstart.heads.export.scheme import LAYOUTS
+from headstart.heads.export.serving import WHOLE
 from headstart.heads.paths import Path as ReplyPath
 from headstart.heads.paths import read_paths
 from headstart.heads.settings import TargetSettings
-from headstart.heads.store import hash_json, read_json, write_json
+from headstart.heads.store import read_json, write_json
 from headstart.heads.target import Target, load_target
 
-POSITIONS, MAX_SURVIVAL_DIFFERENCE, MAX_DRAFTS_DIFFERENCE = 3, 0.02, 0.02
+# By the engine that a folder was written for; speculators is a layout, which vLLM loads.
+ENGINES: dict[str, Callable[[], AbstractContextManager[Engine]]] = {
+    "vllm": open_vllm,
+    "speculators": open_vllm,
+    "llamacpp": open_llamacpp,
+}
 
 
-@dataclass
-class Comparison:
-    """One engine beside our own decoding of the same prompts with the same head."""
-
-    engine: str
-    version: str
-    num_prompts: int
-    num_drafts: int
-    expected_drafts: int
-    survival: list[float]
-    expected_survival: list[float]
-    num_as_plain: int  # replies equal to the engine's own plain decoding
-    num_as_ours: int  # replies equal to our plain decoding
-    num_same_counts: int  # prompts whose drafts and accepted counts are all ours
-
-    @property
-    def problems(self) -> list[str]:
-        found = []
-        for k, (theirs, ours) in enumerate(zip(self.survival, self.expected_survival, strict=True)):
-            if k < POSITIONS and not abs(theirs - ours) <= MAX_SURVIVAL_DIFFERENCE:
-                found.append(f"survival at position {k} is {theirs:.3f}, ours {ours:.3f}")
-        if abs(self.num_drafts - self.expected_drafts) > MAX_DRAFTS_DIFFERENCE * self.expected_drafts:
-            found.append(f"{self.num_drafts} drafts, ours {self.expected_drafts}")
-        if self.num_as_plain != self.num_prompts:
-            found.append(f"{self.num_prompts - self.num_as_plain} replies differ from the engine's plain decoding")
-        return found
-
-
-def by_rule(reply: Reply, engine: str, max_new_tokens: int, draft_length: int) -> EngineReply:
-    """Our live steps (decoded with whole blocks) as `engine` counts them."""
-    accepted, emitted = [], 1  # prefill gave the first token
-    for step in reply.steps:
-        count = step.whole_accepted
-        if engine == "llamacpp":
-            drafted = min(step.whole_drafted, max_new_tokens - emitted - 1)
-            if drafted <= 0:
-                break
-            stopped = reply.finish_reason == "stop" and step.short  # its last token is an accepted draft
-            count = step.accepted - 1 if stopped and step.accepted < drafted else min(count, drafted)
-        accepted.append(count)
-        emitted += count + 1
-    return EngineReply(reply.token_ids, len(accepted), accepted_per_position(accepted, draft_length))
-
-
-def compare(
-    drafted: EngineRun, plain: EngineRun, expected: list[EngineReply], own_plain: list[list[int]]
-) -> Comparison:
-    """Totals of both sides, and how many replies and counts are the same."""
-    survival, expected_survival = _survival(drafted.replies), _survival(expected)
-    replies = [reply.token_ids for reply in drafted.replies]
-    return Comparison(
-        engine=drafted.engine,
-        version=drafted.version,
-        num_prompts=len(replies),
-        num_drafts=sum(reply.num_drafts for reply in drafted.replies),
-        expected_drafts=sum(reply.num_drafts for reply in expected),
-        survival=survival,
-        expected_survival=expected_survival,
-        num_as_plain=sum(a == b.token_ids for a, b in zip(replies, plain.replies, strict=True)),
-        num_as_ours=sum(a == b for a, b in zip(replies, own_plain, strict=True)),
-        num_same_counts=sum(
-            (a.num_drafts, a.accepted_K) == (b.num_drafts, b.accepted_K)
-            for a, b in zip(drafted.replies, expected, strict=True)
-        ),
-    )
-
-
-def _survival(replies: list[EngineReply]) -> list[float]:
-    drafts = sum(reply.num_drafts for reply in replies)
-    return [sum(column) / max(drafts, 1) for column in zip(*(reply.accepted_K for reply in replies), strict=True)]
-
-
-def engine_row(
-    run: EngineRun, prompt_ids: Sequence[str], routes: Sequence[str], drafter: str, draft_length: int, interval: Any
-) -> dict[str, Any]:
-    """The row of eval/acceptance.json: the engine's counters, under counting `engine`."""
-    counts = []
-    for reply, prompt_id, route in zip(run.replies, prompt_ids, routes, strict=True):
-        accepted_K = np.array(reply.accepted_K, dtype=float)
-        reached = np.append(reply.num_drafts, accepted_K)  # drafts with at least k accepted
-        counts.append(
-            PromptCounts(
-                prompt_id=prompt_id,
-                route=route,
-                num_tokens=reply.num_drafts + float(accepted_K.sum()),
-                num_steps=float(reply.num_drafts),
-                num_short_steps=0.0,
-                accepted_K=accepted_K,
-                judged_K=reached[:-1],
-                histogram=reached - np.append(accepted_K, 0.0),
-            )
-        )
-    return acceptance_row(
-        counts,
-        source=f"{run.engine}-{run.version}",
-        drafter=drafter,
-        draft_length=draft_length,
-        counting="engine",
-        replicates=interval["replicates"],
-        seed=interval["seed"],
-    )
-
-
-def run_engine(
-    engine: str,
+def compare_export(
+    engine: Engine,
     folder: Path,
+    head: Head,
     target: Target,
-    target_folder: Path,
     prompts: list[list[int]],
     max_new_tokens: int,
-    k: int,
-    kind: str = "eagle3",
-) -> tuple[EngineRun, EngineRun]:
-    """Decode in an engine plainly and with the head, of a kind; installs the engine if it is not there."""
-    if engine == "vllm":
-        python = install_vllm()
-        stop_ids = target.facts.stop_ids
-        plain = run_vllm(python, target_folder, prompts, max_new_tokens, stop_ids)
-        return plain, run_vllm(
-            python, target_folder, prompts, max_new_tokens, stop_ids, folder, k, METHODS[kind]["vllm"]
+    draft_length: int,
+) -> tuple[Comparison, EngineRun]:
+    """An engine's counts with the folder that was written from `head` beside our own, and its run with drafts.
+
+    `head` and `target` compute in float32; the head is packed afterwards.
+
+    Raises:
+        WrongInput: more drafts than the head was built for, or the engine ended with an error.
+    """
+    record = read_json(folder / RECORD, RECORD_SCHEMA)
+    if (most := head.settings.max_depth) is not None and draft_length > most:
+        raise WrongInput(
+            f"found a draft length of {draft_length}, expected at most {most}, the tokens this head drafts."
         )
-    llamacpp, facts = install_llamacpp(), target.facts
-    identity = hash_json([facts.fingerprint, str(target_folder), (target_folder / "config.json").stat().st_mtime_ns])
-    target_file = convert_to_gguf(llamacpp, target_folder, engines_folder() / "gguf" / f"target-{identity[:12]}.gguf")
-    with tempfile.TemporaryDirectory(prefix="headstart-gguf-") as scratch:
-        head_file = convert_to_gguf(llamacpp, folder, Path(scratch) / "head.gguf", target_folder)
-        plain = run_llamacpp(llamacpp, target_file, prompts, max_new_tokens)
-        return plain, run_llamacpp(llamacpp, target_file, prompts, max_new_tokens, head_file, k)
+    with as_written(head, folder, record["dtype"]) as written:
+        # Packed while rounded: the layout does not follow its weights.
+        drafter = HeadDrafter(written.pack())
+        live = decode(target, prompts, drafter, draft_length, max_new_tokens, batch=8, whole_blocks=True)
+    own_plain = [reply.token_ids for reply in decode(target, prompts, None, 0, max_new_tokens, batch=8)]
+    served = folder if record["kind"] in WHOLE else resolve_model(record["target"]["name"])
+    requests = Requests(served, prompts, max_new_tokens, target.facts.stop_ids)
+    plain, drafted = engine.decode(requests), engine.decode(requests, Drafts(folder, record["kind"], draft_length))
+    expected = [by_rule(reply, engine.name, max_new_tokens, draft_length) for reply in live]
+    return compare(drafted, plain, expected, own_plain), drafted
+
+
+@contextmanager
+def as_written(head: Head, folder: Path, dtype: str) -> Iterator[Head]:
+    """The head as the folder holds it: in its precision, which a folder with the target says in its config."""
+    if dtype not in DTYPES:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        dtype = config.get("dtype") or config["torch_dtype"]
+    if isinstance(head, DraftModel):
+        yield written_head(head, DTYPES[dtype])
+        return
+    with rounded(head, DTYPES[dtype]):
+        yield head
 
 
 def heldout_prompts(run: Path, count: int) -> list[ReplyPath]:
@@ -186,15 +101,23 @@ def heldout_prompts(run: Path, count: int) -> list[ReplyPath]:
     return paths
 
 
+def readable_exports(run: Path) -> dict[str, Path]:
+    """For every engine that runs here, the run's export folder that it reads as trained: its own, else another's."""
+    found: dict[str, Path] = {}
+    for engine in ENGINES:
+        for file in sorted(run.glob(f"export/*/{RECORD}"), key=lambda file: file.parent.name != engine):
+            if engine in read_json(file, RECORD_SCHEMA)["readable_by"]:
+                found.setdefault(engine, file.parent)
+    return found
+
+
 def find_export(run: Path, engine: str) -> Path:
-    """The run's export folder that `engine` reads as trained: its own, else another engine's."""
-    records = sorted(run.glob(f"export/*/{RECORD}"), key=lambda file: file.parent.name != engine)
-    for file in records:
-        if engine in read_json(file, RECORD_SCHEMA)["readable_by"]:
-            return file.parent
-    raise WrongInput(
-        f"{run}: found no export that {engine} can read. Write one: headstart export {run} --engine {engine}"
-    )
+    """The one for this engine."""
+    if engine not in (found := readable_exports(run)):
+        raise WrongInput(
+            f"{run}: found no export that {engine} can read. Write one: headstart export {run} --engine {engine}"
+        )
+    return found[engine]
 
 
 def find_checkpoint(run: Path, sha256: str) -> Path:
@@ -209,31 +132,26 @@ def find_checkpoint(run: Path, sha256: str) -> Path:
 def compare_run(
     run: Path, engines: list[str], num_prompts: int, max_new_tokens: int, draft_length: int
 ) -> list[Comparison]:
-    """Compare every engine on held-out prompts, and record it in eval/acceptance.json and on the export's card."""
+    """Compare engines on held-out prompts, and record it in eval/acceptance.json and on the export's card.
+
+    Args:
+        engines: names of `ENGINES`; none means all that an export of the run is for.
+    """
     paths = heldout_prompts(run, num_prompts)
     prompts = [path.prompt_token_ids for path in paths]
     results = []
-    for engine in engines:
-        folder = find_export(run, engine)
+    if not (names := engines or list(readable_exports(run))):
+        raise WrongInput(
+            f"{run}: found no export for {', '.join(ENGINES)}. Write one: headstart export {run} --engine vllm"
+        )
+    for name in names:
+        folder = find_export(run, name)
         record = read_json(folder / RECORD, RECORD_SCHEMA)
-        if record["kind"] not in LAYOUTS:
-            raise WrongInput(
-                f"{folder}: found a head of kind {record['kind']!r}, expected one of {', '.join(LAYOUTS)}: no other kind is "
-                "compared with engines yet. Its card has the command that serves it."
-            )
         settings = TargetSettings(model=record["target"]["name"], device="cpu")
         target = load_target(settings, record["taps"], "float32")
         head = load_head(find_checkpoint(run, record["checkpoint"]["sha256"]), target).eval()
-        with rounded(head, DTYPES[record["dtype"]]):
-            drafter = HeadDrafter(head.pack())  # packed while rounded: the layout does not follow its weights
-            live = decode(target, prompts, drafter, draft_length, max_new_tokens, batch=8, whole_blocks=True)
-        own_plain = [reply.token_ids for reply in decode(target, prompts, None, 0, max_new_tokens, batch=8)]
-        target_folder = resolve_model(settings.model)
-        plain, drafted = run_engine(
-            engine, folder, target, target_folder, prompts, max_new_tokens, draft_length, record["kind"]
-        )
-        expected = [by_rule(reply, engine, max_new_tokens, draft_length) for reply in live]
-        result = compare(drafted, plain, expected, own_plain)
+        with ENGINES[name]() as engine:
+            result, drafted = compare_export(engine, folder, head, target, prompts, max_new_tokens, draft_length)
         print_comparison(result)
         keep(run, folder, record, result, drafted, paths, draft_length)
         results.append(result)
@@ -274,17 +192,6 @@ def keep(
     write_card(folder, of_checkpoint(read_evals(run / "eval"), record["checkpoint"]))
 
 
-def print_comparison(result: Comparison) -> None:
-    print(f"\n{result.engine} {result.version}: {result.num_prompts} prompts", flush=True)
-    print(f"  drafts     {result.num_drafts:7d}   ours {result.expected_drafts:7d}")
-    for k, (theirs, ours) in enumerate(zip(result.survival, result.expected_survival, strict=True)):
-        print(f"  survival {k} {theirs:7.4f}   ours {ours:7.4f}   difference {theirs - ours:+.4f}")
-    total = result.num_prompts
-    print(f"  replies equal to its plain decoding {result.num_as_plain}/{total}, to ours {result.num_as_ours}/{total}")
-    print(f"  prompts with exactly our counts {result.num_same_counts}/{total}")
-    print("  " + ("; ".join(result.problems) or "agrees"), flush=True)
-
-
 def newest_run(root: Path) -> Path:
     """The run exported last; random built-in targets are left out, their heads accept nothing worth comparing."""
     records = sorted(root.glob(f"*/export/*/{RECORD}"), key=lambda file: file.stat().st_mtime)
@@ -299,7 +206,9 @@ def newest_run(root: Path) -> Path:
 def parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m headstart.eval.engines", description=__doc__.splitlines()[0])
     parser.add_argument("run", nargs="?", type=Path, help="run folder (default: the one exported last under runs/)")
-    parser.add_argument("--engines", default="vllm,llamacpp", help="comma-separated (default vllm,llamacpp)")
+    parser.add_argument(
+        "--engines", default="", help=f"some of {','.join(ENGINES)} (default: those that an export of the run is for)"
+    )
     parser.add_argument("--prompts", type=int, default=60, help="held-out prompts (default 60)")
     parser.add_argument("--max-new-tokens", type=int, default=96, help="longest reply (default 96)")
     parser.add_argument("--draft-length", type=int, default=3, help="drafted tokens a step (default 3)")
@@ -309,10 +218,10 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
 def main(arguments: list[str]) -> int:
     options = parse(arguments)
-    engines = options.engines.split(",")
+    engines = [name for name in options.engines.split(",") if name]
     try:
-        if unknown := set(engines) - {"vllm", "llamacpp"}:
-            raise WrongInput(f"--engines: found {sorted(unknown)}, expected vllm and/or llamacpp.")
+        if unknown := set(engines) - set(ENGINES):
+            raise WrongInput(f"--engines: found {sorted(unknown)}, expected some of {', '.join(ENGINES)}.")
         if options.install:
             print(*(install() for install in (install_vllm, install_llamacpp)), sep="\n")
             return 0

@@ -27,7 +27,7 @@ from headstart.eval.statistics import (
 from headstart.eval.subject import Subject
 from headstart.eval.timings import Timings, balanced, measure_speed
 from headstart.heads.contract import Head
-from headstart.heads.export.card import METHODS
+from headstart.heads.export.serving import METHODS
 from headstart.heads.paths import Path
 from headstart.heads.store import versions
 from headstart.heads.target import Target

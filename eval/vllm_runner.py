@@ -1,28 +1,33 @@
-"""Generate greedily in vLLM and record what it drafted and accepted.
+"""Generate greedily in vLLM and record what it drafted and accepted, job after job.
 
-Run as a file by the Python of vLLM's own environment, with a job file and a result file: nothing of headstart is imported.
+Run as a file by the Python of vLLM's own environment: nothing of headstart is imported. Every line of standard input names
+a job file and a result file. vLLM is imported once, and each job is done by a process forked from here: a second engine in
+one process does not start.
 """
 
 import json
+import os
 import sys
+import traceback
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
 
-def main(job_file: str, result_file: str) -> None:
+def run(job: dict[str, Any]) -> dict[str, Any]:
     from vllm import LLM, SamplingParams
 
-    job = json.loads(Path(job_file).read_text())
     speculative = job["speculative_config"]
     llm = LLM(
         model=job["model"],
-        dtype=job["dtype"],
+        dtype="float32",
         max_model_len=job["max_model_len"],
         max_num_seqs=job["batch"],
         enforce_eager=True,
         enable_prefix_caching=False,
         skip_tokenizer_init=True,
         disable_log_stats=False,
+        model_loader_extra_config=job["loader"],
         speculative_config=speculative,
         per_request_spec_decode_metrics="detailed" if speculative else "none",
     )
@@ -43,8 +48,7 @@ def main(job_file: str, result_file: str) -> None:
     for metric in llm.get_metrics() if speculative else []:
         if "spec_decode" in metric.name:
             counters[metric.name] = metric.values if hasattr(metric, "values") else metric.value
-    result = {"version": installed_version(), "replies": replies, "counters": counters}
-    Path(result_file).write_text(json.dumps(result))
+    return {"version": installed_version(), "replies": replies, "counters": counters}
 
 
 def installed_version() -> str:
@@ -56,5 +60,34 @@ def installed_version() -> str:
     return "unknown"
 
 
+def main() -> int:
+    from vllm import LLM  # noqa: F401 (before the first fork)
+
+    for line in sys.stdin:
+        job_file, result_file = map(Path, json.loads(line))
+        if (child := os.fork()) == 0:
+            os._exit(answer(job_file, result_file))
+        _, status = os.waitpid(child, 0)
+        if status != 0:
+            return 1
+    return 0
+
+
+def answer(job_file: Path, result_file: Path) -> int:
+    """Do a job and write its result, whole or not at all; the exit code."""
+    try:
+        result = run(json.loads(job_file.read_text()))
+        temporary = result_file.with_suffix(".tmp")
+        temporary.write_text(json.dumps(result))
+        os.replace(temporary, result_file)
+    except BaseException:
+        traceback.print_exc()
+        return 1
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+    return 0
+
+
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    sys.exit(main())

@@ -1,38 +1,42 @@
-"""Laws of the engine comparison; with HEADSTART_ENGINE_TESTS=1 (`make engines`), engines accept exactly what we count."""
+"""Laws of the engine comparison, none of which needs an engine; `test_engine_runs.py` has those that do."""
 
-import os
 import sys
 import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
 from headstart.eval import engines, engines_setup
 from headstart.eval.decode import decode
 from headstart.eval.drafters import HeadDrafter
+from headstart.eval.engine_counts import by_rule, compare, engine_row
 from headstart.eval.engine_runs import (
+    Drafts,
+    Engine,
     EngineReply,
     EngineRun,
+    Requests,
     accepted_per_position,
-    counted_since,
     last_lines,
-    llama_counters,
 )
+from headstart.eval.llamacpp_engine import counted_since, llama_counters
 from headstart.eval.replies import Reply, Step
-from headstart.heads.batch import pack
+from headstart.eval.settings import EvalSettings, ExportSettings
+from headstart.eval.vllm_engine import Vllm
 from headstart.heads.builtin import resolve_model
-from headstart.heads.eagle3 import Eagle3
+from headstart.heads.checkpoint import load_head, save_head
 from headstart.heads.errors import WrongInput
-from headstart.heads.export.scheme import write_head
-from headstart.heads.paths import Path, Prompt
-from headstart.heads.settings import Eagle3Settings, TargetSettings
-from headstart.heads.target import load_target
-from headstart.heads.vocabulary import choose_draft_vocabulary
+from headstart.heads.export.card import RECORD, RECORD_SCHEMA
+from headstart.heads.export.serving import METHODS
+from headstart.heads.paths import Path as ReplyPath
+from headstart.heads.store import read_json
+from headstart.launch.export_gate import export_head
+from tests.small_decoding import continuations, fitted_head, make_path, make_prompts
 
 K = 3
-QUESTIONS = ["What is the capital of France?", "Explain gravity to a child.", "Who was Albert Einstein?"]
+LENGTHS = [5, 9, 6]
 
 
 def step(accepted, drafted, whole_accepted, short=False):
@@ -40,7 +44,7 @@ def step(accepted, drafted, whole_accepted, short=False):
 
 
 def counts(reply, engine, limit):
-    counted = engines.by_rule(reply, engine, limit, K)
+    counted = by_rule(reply, engine, limit, K)
     return counted.num_drafts, counted.accepted_K
 
 
@@ -116,7 +120,7 @@ def test_traffic_before_a_measurement_is_not_counted_and_a_restart_is_noticed(co
 
 def test_the_engine_row_keeps_the_laws_of_its_schema():
     run = make_run([(10, [8, 4, 1]), (5, [5, 0, 0])])
-    row = engines.engine_row(run, ["a", "b"], ["chat", "code"], "eagle3", K, {"replicates": 200, "seed": 0})
+    row = engine_row(run, ["a", "b"], ["chat", "code"], "eagle3", K, {"replicates": 200, "seed": 0})
     assert (row["source"], row["counting"], row["num_prompts"]) == ("vllm-0.32.0", "engine", 2)
     assert row["accepted_histogram"] == [2, 9, 3, 1]
     assert sum(row["accepted_histogram"]) == row["num_steps"] == 15
@@ -137,12 +141,97 @@ def test_the_engine_row_keeps_the_laws_of_its_schema():
 )
 def test_a_comparison_passes_only_within_its_bounds(replies, plain_tokens, problem):
     plain = EngineRun("vllm", "0.32.0", [EngineReply(plain_tokens, 0, [])])
-    result = engines.compare(make_run(replies), plain, [EngineReply([1, 2], 100, [50, 20, 10])], [[1, 2]])
+    result = compare(make_run(replies), plain, [EngineReply([1, 2], 100, [50, 20, 10])], [[1, 2]])
     assert (result.problems == []) if problem is None else any(problem in text for text in result.problems)
 
 
+class Served(Engine):
+    """Stands for vLLM: it counts the steps that the reference decoder takes with a head as the folder holds it."""
+
+    name = "vllm"
+
+    def __init__(self, target, head):
+        super().__init__()
+        self.target, self.head, self.asked = target, head, []
+
+    def run(self, requests, drafts):
+        self.asked.append((requests, drafts))
+        drafter = HeadDrafter(self.head) if drafts else None
+        length = drafts.length if drafts else 0
+        limit = requests.max_new_tokens
+        replies = decode(self.target, requests.prompts, drafter, length, limit, requests.stop_ids, whole_blocks=True)
+        return EngineRun(self.name, "0", [by_rule(reply, self.name, limit, length) for reply in replies])
+
+
+@pytest.fixture
+def exported(kind, tiny_target, tmp_path):
+    """A head of a kind that vLLM loads, its bfloat16 export, and the run."""
+    replies = continuations(tiny_target, make_prompts(tiny_target, LENGTHS), 12)
+    head = fitted_head(tiny_target, [make_path(*path) for path in replies.items()], kind=kind, every=1)
+    folder = tmp_path / "run" / "checkpoints" / "step-000001"
+    folder.mkdir(parents=True)
+    save_head(folder, head, step=1)
+    (folder.parent / "best").write_text(folder.name)
+    settings = ExportSettings(dtype="bfloat16")
+    return head, export_head(tmp_path / "run", "vllm", tiny_target, EvalSettings(), settings, untested=True), folder
+
+
+@pytest.mark.parametrize("kind", [kind for kind, methods in METHODS.items() if "vllm" in methods])
+def test_every_kind_is_compared_as_its_folder_holds_it_with_the_target_it_is_served_by(kind, exported, tiny_target):
+    head, folder, checkpoint = exported
+    dtype = read_json(folder / RECORD, RECORD_SCHEMA)["dtype"]
+    with engines.as_written(load_head(checkpoint, tiny_target).eval(), folder, dtype) as written:
+        engine = Served(tiny_target, written)
+        prompts = make_prompts(tiny_target, LENGTHS)
+        for _ in range(2):
+            result, drafted = engines.compare_export(engine, folder, head, tiny_target, prompts, 12, K)
+            head = load_head(checkpoint, tiny_target).eval()
+    assert result.problems == []
+    assert result.num_as_ours == result.num_same_counts == len(drafted.replies) == 3
+    assert result.survival[0] > 0
+    served_by = folder if kind == "mtp" else resolve_model("tiny")
+    requests = Requests(served_by, prompts, 12, tiny_target.facts.stop_ids)
+    drafts = Drafts(folder, kind, K)
+    assert engine.asked == [(requests, None), (requests, drafts), (requests, drafts)]
+
+
+@pytest.mark.parametrize("kind", ["medusa"])
+def test_more_drafts_than_a_head_has_are_refused_before_an_engine_starts(kind, exported, tiny_target):
+    head, folder, _ = exported
+    with pytest.raises(WrongInput, match="a draft length of 9, expected at most 8"):
+        engines.compare_export(Served(tiny_target, head), folder, head, tiny_target, [[1, 2]], 12, 9)
+
+
+@pytest.mark.parametrize("kind", ["medusa", "draft", "eagle3"])
+def test_without_names_a_run_is_compared_in_the_engines_that_its_exports_are_for(kind, exported, tmp_path):
+    expected = {"medusa": ["vllm"], "draft": ["vllm", "llamacpp"], "eagle3": ["vllm"]}[kind]
+    assert list(engines.readable_exports(tmp_path / "run")) == expected
+    with pytest.raises(WrongInput, match="no export that speculators can read"):
+        engines.find_export(tmp_path / "run", "speculators")
+
+
+def test_vllm_is_told_the_method_and_no_path_that_names_another(tmp_path):
+    vllm = Vllm(Path(sys.executable), tmp_path)
+    folder = tmp_path / "eagle3-against-eagle-2" / "head"
+    for kind, methods in METHODS.items():
+        if "vllm" in methods:
+            vllm.num_jobs += 1
+            config = vllm.speculative_config(Drafts(folder, kind, K))
+            assert (config["method"], config["num_speculative_tokens"]) == (methods["vllm"], K)
+            assert ("model" in config) == (kind != "mtp")
+            assert "eagle" not in config.get("model", "").removeprefix(str(tmp_path))
+
+
+def test_an_engine_that_ends_says_why_and_is_started_anew(tmp_path):
+    vllm = Vllm(Path(sys.executable), tmp_path)  # this Python has no vLLM
+    for _ in range(2):
+        with pytest.raises(WrongInput, match="(?s)vLLM ended with code 1.*No module named 'vllm'"):
+            vllm.decode(Requests(tmp_path, [[1, 2]], 4, []))
+    vllm.close()
+
+
 def test_prompts_are_taken_from_every_route_in_turn(tmp_path, monkeypatch):
-    paths = [Path(str(i), route, "heldout", *[np.zeros(2)] * 3, "stop", {}) for i, route in enumerate("aaabbc")]
+    paths = [ReplyPath(str(i), route, "heldout", *[np.zeros(2)] * 3, "stop", {}) for i, route in enumerate("aaabbc")]
     monkeypatch.setattr(engines, "read_paths", lambda folder, split: iter(paths))
     assert [path.route for path in engines.heldout_prompts(tmp_path, 5)] == ["a", "b", "c", "a", "b"]
 
@@ -208,69 +297,3 @@ def test_without_an_export_the_next_command_is_named(tmp_path, monkeypatch, caps
 def test_the_end_of_a_log_is_what_a_message_shows(tmp_path):
     (tmp_path / "log").write_text("\n".join(map(str, range(100))))
     assert last_lines(tmp_path / "log", 2) == "98\n99"
-
-
-needs_engines = pytest.mark.skipif(
-    os.environ.get("HEADSTART_ENGINE_TESTS") != "1", reason="HEADSTART_ENGINE_TESTS=1 runs them (`make engines`)"
-)
-
-
-PROOFS = [
-    ("llamacpp", {}),
-    ("vllm", {}),
-    ("llamacpp", {"norm_before_residual": True, "taps": [0, 12, 29]}),
-    ("llamacpp", {"draft_vocab_size": 0, "taps": [1, 10, 20]}),
-    ("vllm", {"fc_norm": True, "norm_output": True, "taps": [1, 9, 21, 30]}),
-]
-
-
-def fit_to_replies(head, target, prompts, replies):
-    """Train on these replies until most first drafts are right, so that engines accept some drafts and refuse others."""
-    rows = []
-    for prompt, reply in zip(prompts, replies, strict=True):
-        tokens, generated = np.array(prompt + reply, np.int32), np.arange(len(prompt) + len(reply)) >= len(prompt)
-        path = Path("", "chat", "train", tokens, generated, np.zeros(len(tokens), np.float32), "length", {})
-        states = target.read([tokens])[0]
-        rows.append((path, states.taps.clone(), states.final.clone()))
-    batch = pack(rows, None)
-    optimiser = torch.optim.AdamW(head.parameters(), lr=5e-4)
-    for _ in range(40):
-        rollout = head.rollout(batch, K)
-        slot_SD = (rollout.start_S[:, None] + 1 + torch.arange(K)).clamp(max=len(batch.next_token_T) - 1)
-        label_SD = torch.searchsorted(head.draft_ids_V, batch.next_token_T[slot_SD]).clamp(
-            max=len(head.draft_ids_V) - 1
-        )
-        logits_SDV, valid_SD = head.logits(rollout.state_SDH), rollout.valid_SD
-        right_SD = (logits_SDV.argmax(-1) == label_SD) & valid_SD
-        if (right_SD.sum(0) / valid_SD.sum(0))[:2].min() > 0.6:
-            return
-        optimiser.zero_grad()
-        torch.nn.functional.cross_entropy(logits_SDV[valid_SD], label_SD[valid_SD]).backward()
-        optimiser.step()
-    raise AssertionError("the head did not learn three replies by heart")
-
-
-@needs_engines
-@pytest.mark.parametrize(("engine", "settings"), PROOFS)
-def test_an_engine_accepts_exactly_what_we_count(engine, settings, tmp_path):
-    settings = Eagle3Settings(**{"draft_vocab_size": 512, **settings})
-    target = load_target(TargetSettings(model="smollm2-135m", device="cpu"), settings.taps, "float32")
-    prompts = [target.render(Prompt("chat", ({"role": "user", "content": text},))) for text in QUESTIONS]
-    replies = [reply.token_ids for reply in decode(target, prompts, None, 0, 32, batch=3)]
-    counts_V = np.bincount(np.concatenate(replies), minlength=target.facts.vocab_size)
-    torch.manual_seed(0)
-    ids_V = torch.from_numpy(choose_draft_vocabulary(counts_V, settings.draft_vocab_size, target.facts))
-    head = Eagle3(settings, target.facts, ids_V)
-    head.load_target(target, initialise=True)
-    fit_to_replies(head, target, prompts, replies)
-    folder = write_head(head, tmp_path / engine, engine)
-
-    live = decode(target, prompts, HeadDrafter(head), K, 32, batch=3, whole_blocks=True)
-    plain, drafted = engines.run_engine(engine, folder, target, resolve_model("smollm2-135m"), prompts, 32, K)
-    expected = [engines.by_rule(reply, engine, 32, K) for reply in live]
-    result = engines.compare(drafted, plain, expected, replies)
-    engines.print_comparison(result)
-    assert result.problems == []
-    assert result.num_as_ours == result.num_same_counts == result.num_prompts
-    assert min(result.survival[:2]) > 0.2
-    assert max(result.survival) < 1

@@ -13,11 +13,11 @@ from safetensors.torch import load_file, save_file
 from headstart.eval.settings import EvalSettings, ExportSettings
 from headstart.heads.checkpoint import build_head, save_head
 from headstart.heads.errors import WrongInput
-from headstart.heads.export.card import METHODS
 from headstart.heads.export.comparison import TOLERANCE, difference, golden
 from headstart.heads.export.folder import check_folder_name, misleading_path
 from headstart.heads.export.mtp import published
 from headstart.heads.export.scheme import ENGINES, LAYOUTS, read_served, unservable, unwritten, write_head
+from headstart.heads.export.serving import METHODS
 from headstart.heads.published import read_start
 from headstart.heads.settings import HEADS, TargetSettings
 from headstart.heads.shipped import INDEX, tensor_files

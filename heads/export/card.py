@@ -8,6 +8,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+from headstart.heads.export.serving import serving_text
 from headstart.heads.intervals import interval_text
 from headstart.heads.store import atomic_path, read_json
 
@@ -42,7 +43,7 @@ def card_text(record: dict[str, Any], evals: dict[str, Any]) -> str:
     """The card as Markdown; an untested export says so in its first line."""
     what = "Draft model" if record["kind"] == "draft" else f"{record['kind'].upper()} draft head"
     title = f"# {what} for {record['target']['name']}, for {record['engine']}"
-    parts = [title, _verdicts(record, evals), _acceptance(record, evals), _speed(record, evals), _serving(record)]
+    parts = [title, _verdicts(record, evals), _acceptance(record, evals), _speed(record, evals), serving_text(record)]
     parts += ["## Definitions\n\n" + DEFINITIONS.strip(), _contents(record), _lengths(record), _provenance(record)]
     if record["untested"]:
         parts.insert(0, "\n".join([UNTESTED, "", *(f"- {reason}" for reason in record["gate"] or ["it would pass"])]))
@@ -139,97 +140,6 @@ def _speed(record: dict[str, Any], evals: dict[str, Any]) -> str:
         span = "-".join(str(end) for end in sorted(set(entry["concurrency"])))
         lines.append(f"- recommended at concurrency {span} ({entry['engine']}): {advice}{off}")
     return "\n".join(lines)
-
-
-def _serving(record: dict[str, Any]) -> str:
-    lines = ["## Serve it", "", f"```\nTARGET={record['target']['folder']}\nHEAD={record['folder']}\n```"]
-    draft_length, methods = record["draft_length"], METHODS[record["kind"]]
-    beside = ' --target-model-dir "$TARGET"' if record["kind"] == "eagle3" else ""
-    outputs = [tap - 1 for tap in record["taps"]]
-    capture = f"  eagle3_layers_to_capture: {outputs}  # by their outputs\n" if outputs else ""
-    for engine in record["readable_by"]:
-        how, command = (MERGED if record["kind"] == "mtp" else SERVE)[engine]
-        filled = command.format(
-            k=draft_length, verify=draft_length + 1, method=methods[engine], beside=beside, capture=capture
-        )
-        lines += ["", how, "", "```", filled, "```"]
-    if others := [name for name in methods if name not in record["readable_by"]]:
-        lines += ["", f"Not for {', '.join(others)}: `headstart export --engine` writes their folder, or says why not."]
-    return "\n".join(lines)
-
-
-# What each engine calls a kind of head.
-METHODS = {
-    "eagle3": {
-        "vllm": "eagle3",
-        "speculators": "eagle3",
-        "sglang": "EAGLE3",
-        "trtllm": "Eagle3",
-        "llamacpp": "draft-eagle3",
-    },
-    "eagle1": {"vllm": "eagle", "sglang": "EAGLE"},
-    "medusa": {"vllm": "medusa"},
-    "draft": {
-        "vllm": "draft_model",
-        "sglang": "STANDALONE",
-        "trtllm": "Draft_Target",
-        "llamacpp": "draft-simple",
-        "transformers": "assistant_model",
-    },
-    "mtp": {"vllm": "mtp", "sglang": "NEXTN", "trtllm": "MTP"},
-}
-SERVE = {
-    "vllm": (
-        "vLLM (always name the method: left out, it is guessed from the path). The CPU build starts with "
-        "`python -m vllm.entrypoints.openai.api_server --model` in place of `vllm serve`.",
-        'vllm serve "$TARGET" --speculative-config '
-        '\'{{"method":"{method}","model":"\'"$HEAD"\'","num_speculative_tokens":{k}}}\'',
-    ),
-    "speculators": (
-        "vLLM by this folder alone, which names its target, where that is a hub id (draft length as the config says):",
-        'vllm serve "$HEAD"',
-    ),
-    "sglang": (
-        "SGLang:",
-        'python -m sglang.launch_server --model-path "$TARGET" --speculative-algorithm {method} \\\n'
-        '  --speculative-draft-model-path "$HEAD" --speculative-num-steps {k} --speculative-eagle-topk 1 \\\n'
-        "  --speculative-num-draft-tokens {verify}",
-    ),
-    "trtllm": (
-        "TensorRT-LLM (its PyTorch backend; what it captures of the target is said here, not in the folder):",
-        "cat > trtllm.yaml <<EOF\nspeculative_config:\n  decoding_type: {method}\n  max_draft_len: {k}\n"
-        '  speculative_model: $HEAD\n{capture}EOF\ntrtllm-serve "$TARGET" --extra_llm_api_options trtllm.yaml',
-    ),
-    "llamacpp": (
-        "llama.cpp (`convert_hf_to_gguf.py` is in its source tree):",
-        'python convert_hf_to_gguf.py "$TARGET" --outfile target.gguf\n'
-        'python convert_hf_to_gguf.py "$HEAD"{beside} --outfile head.gguf\n'
-        "llama-server -m target.gguf -md head.gguf --spec-type {method} --spec-draft-n-max {k} --spec-draft-p-min 0",
-    ),
-    "transformers": (
-        "transformers (it chooses the number of drafts itself):",
-        "target, draft = (AutoModelForCausalLM.from_pretrained(folder) for folder in (TARGET, HEAD))\n"
-        "target.generate(**inputs, {method}=draft)",
-    ),
-}
-# A folder that is target and head in one.
-MERGED = {
-    "vllm": (
-        "vLLM (the folder is the target and its MTP layer in one):",
-        'vllm serve "$HEAD" --speculative-config \'{{"method":"{method}","num_speculative_tokens":{k}}}\'',
-    ),
-    "sglang": (
-        "SGLang (the same folder is target and draft):",
-        'python -m sglang.launch_server --model-path "$HEAD" --speculative-algorithm {method} \\\n'
-        '  --speculative-draft-model-path "$HEAD" --speculative-num-steps {k} --speculative-eagle-topk 1 \\\n'
-        "  --speculative-num-draft-tokens {verify}",
-    ),
-    "trtllm": (
-        "TensorRT-LLM (its PyTorch backend):",
-        "cat > trtllm.yaml <<EOF\nspeculative_config:\n  decoding_type: {method}\n  max_draft_len: {k}\nEOF\n"
-        'trtllm-serve "$HEAD" --extra_llm_api_options trtllm.yaml',
-    ),
-}
 
 
 def _contents(record: dict[str, Any]) -> str:
