@@ -84,9 +84,8 @@ def model(tmp_path_factory):
     folder = tmp_path_factory.mktemp("target")
     tokenizer = tiny_tokenizer()
     narrow = {"hidden_size": 128, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 64}
-    config = LlamaConfig(
-        **{**TINY["config"], **narrow, "num_hidden_layers": 30}, eos_token_id=tokenizer.eos_token_id, bos_token_id=None
-    )
+    shape = {**TINY["config"], **narrow, "num_hidden_layers": 30, "vocab_size": len(tokenizer)}
+    config = LlamaConfig(**shape, eos_token_id=tokenizer.eos_token_id, bos_token_id=None)
     random, random_model = torch.Generator().manual_seed(0), LlamaForCausalLM(config)
     for name, parameter in random_model.named_parameters():
         if parameter.dim() == 2:

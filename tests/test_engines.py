@@ -202,10 +202,10 @@ def test_more_drafts_than_a_head_has_are_refused_before_an_engine_starts(kind, e
         engines.compare_export(Served(tiny_target, head), folder, head, tiny_target, [[1, 2]], 12, 9)
 
 
-@pytest.mark.parametrize("kind", ["medusa", "draft", "eagle3"])
+@pytest.mark.parametrize("kind", ["medusa", "draft"])
 def test_without_names_a_run_is_compared_in_the_engines_that_its_exports_are_for(kind, exported, tmp_path):
-    expected = {"medusa": ["vllm"], "draft": ["vllm", "llamacpp"], "eagle3": ["vllm"]}[kind]
-    assert list(engines.readable_exports(tmp_path / "run")) == expected
+    expected = {"medusa": ["vllm"], "draft": ["vllm", "llamacpp"]}
+    assert list(engines.readable_exports(tmp_path / "run")) == expected[kind]
     with pytest.raises(WrongInput, match="no export that speculators can read"):
         engines.find_export(tmp_path / "run", "speculators")
 
