@@ -6,12 +6,13 @@ How engines count is in `engine_counts.py`, how they are run in `vllm_engine.py`
 """
 
 import argparse
-import json
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
+
+from safetensors import safe_open
 
 from headstart.eval.decode import decode
 from headstart.eval.drafters import HeadDrafter
@@ -26,16 +27,14 @@ from headstart.eval.vllm_engine import open_vllm
 from headstart.heads.builtin import resolve_model
 from headstart.heads.checkpoint import WEIGHTS, head_hash, load_head
 from headstart.heads.contract import Head
-from headstart.heads.draft import DraftModel
 from headstart.heads.errors import GateFailed, WrongInput
 from headstart.heads.export.card import RECORD, RECORD_SCHEMA, write_card
-from headstart.heads.export.comparison import rounded
-from headstart.heads.export.draft import written_head
-from headstart.heads.export.readers.files import DTYPES
+from headstart.heads.export.scheme import LAYOUTS
 from headstart.heads.export.serving import WHOLE
 from headstart.heads.paths import Path as ReplyPath
 from headstart.heads.paths import read_paths
 from headstart.heads.settings import TargetSettings
+from headstart.heads.shipped import tensor_files
 from headstart.heads.store import read_json, write_json
 from headstart.heads.target import Target, load_target
 
@@ -68,7 +67,7 @@ def compare_export(
         raise WrongInput(
             f"found a draft length of {draft_length}, expected at most {most}, the tokens this head drafts."
         )
-    with as_written(head, folder, record["dtype"]) as written:
+    with as_written(head, folder, record) as written:
         # Packed while rounded: the layout does not follow its weights.
         drafter = HeadDrafter(written.pack())
         live = decode(target, prompts, drafter, draft_length, max_new_tokens, batch=8, whole_blocks=True)
@@ -80,17 +79,13 @@ def compare_export(
     return compare(drafted, plain, expected, own_plain), drafted
 
 
-@contextmanager
-def as_written(head: Head, folder: Path, dtype: str) -> Iterator[Head]:
-    """The head as the folder holds it: in its precision, which a folder with the target says in its config."""
-    if dtype not in DTYPES:
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        dtype = config.get("dtype") or config["torch_dtype"]
-    if isinstance(head, DraftModel):
-        yield written_head(head, DTYPES[dtype])
-        return
-    with rounded(head, DTYPES[dtype]):
-        yield head
+def as_written(head: Head, folder: Path, record: dict[str, Any]) -> AbstractContextManager[Head]:
+    """The head as it has to draft from its folder."""
+    files, written = tensor_files(folder), {}
+    for name in record["tensors"]:
+        with safe_open(files[name], framework="pt") as file:
+            written[name] = file.get_tensor(name)
+    return LAYOUTS[head.kind].as_written(head, written)
 
 
 def heldout_prompts(run: Path, count: int) -> list[ReplyPath]:

@@ -41,7 +41,7 @@ QUESTIONS = ["What is the capital of France?", "Explain gravity to a child.", "W
 
 # The engine a folder is written for, the kind of head, its settings.
 CASES = [
-    ("vllm", "eagle1", {}),
+    ("vllm", "eagle1", {"draft_vocab_size": 0}),
     ("vllm", "eagle3", {"draft_vocab_size": 300}),
     ("vllm", "eagle3", {"draft_vocab_size": 0, "norm_before_residual": True, "taps": [0, 12, 29]}),
     ("vllm", "eagle3", {"draft_vocab_size": 300, "fc_norm": True, "norm_output": True, "taps": [1, 9, 21, 30]}),

@@ -179,8 +179,8 @@ def exported(kind, tiny_target, tmp_path):
 @pytest.mark.parametrize("kind", [kind for kind, methods in METHODS.items() if "vllm" in methods])
 def test_every_kind_is_compared_as_its_folder_holds_it_with_the_target_it_is_served_by(kind, exported, tiny_target):
     head, folder, checkpoint = exported
-    dtype = read_json(folder / RECORD, RECORD_SCHEMA)["dtype"]
-    with engines.as_written(load_head(checkpoint, tiny_target).eval(), folder, dtype) as written:
+    record = read_json(folder / RECORD, RECORD_SCHEMA)
+    with engines.as_written(load_head(checkpoint, tiny_target).eval(), folder, record) as written:
         engine = Served(tiny_target, written)
         prompts = make_prompts(tiny_target, LENGTHS)
         for _ in range(2):
