@@ -56,7 +56,7 @@ from headstart.trainer.loop import Job, train
 from headstart.trainer.on_policy import OnPolicyRows
 from headstart.trainer.prompts import make_prompts, read_prompts
 from headstart.trainer.ranks import Ranks, joined
-from headstart.trainer.supervision import check_supervision
+from headstart.trainer.supervision import check_supervision, training_paths
 from headstart.trainer.traffic import make_traffic, traffic_inputs
 
 EVAL_VERSION = 1
@@ -207,12 +207,7 @@ def head_and_rows(
     recipe: Recipe, run: RunFolder, target: Target, traffic: Path, reader: FeatureReader
 ) -> tuple[Head, TrainingRows]:
     """A head as training finds it, and what it learns from."""
-    paths = list(read_paths(traffic, "train"))
-    num_cut = sum(path.finish_reason == "length" for path in paths)
-    fate = "kept, without a stop token" if recipe.train.cut_replies else "left out"
-    print(f"{num_cut:,} of {len(paths):,} training replies were cut at a limit ({fate})")
-    if not recipe.train.cut_replies:
-        paths = [path for path in paths if path.finish_reason != "length"]
+    paths = training_paths(traffic, recipe.train.cut_replies)
     check_supervision(paths, target.facts.stop_ids, recipe.train.depth)
     head = new_head(recipe, target, paths, find_start(recipe.head.init_from, run.root))
     source = (paths, reader, recipe.train.batch_tokens, recipe.run.seed)

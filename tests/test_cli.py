@@ -20,7 +20,7 @@ def test_help_shows_examples_and_needs_no_torch(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", code, "--help"], capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 0
     assert "examples:" in done.stdout
-    for command in ("check", "train", "eval", "export", "import", "compare", "report", "ls", "cp", "env"):
+    for command in ("check", "train", "eval", "export", "import", "compare", "inspect", "report", "ls", "cp", "env"):
         with pytest.raises(SystemExit, match="0"):
             cli.run([command, "--help"])
 
@@ -34,6 +34,7 @@ def test_help_shows_examples_and_needs_no_torch(tmp_path: Path) -> None:
         ["eval", "no-run"],
         ["export", "no-run", "--engine", "vllm"],
         ["compare", "no-run", "no-other-run"],
+        ["inspect", "no-run"],
         ["cp", "nothing", "x.yaml"],
         ["cp", "smoke", "bad.yaml"],
     ],

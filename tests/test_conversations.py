@@ -16,6 +16,7 @@ from headstart.heads.target import TargetLoader
 from headstart.trainer.generation import Generator, Request
 from headstart.trainer.heldout_traffic import at_temperature, make_heldout_traffic
 from headstart.trainer.recorded import conversations_of
+from headstart.trainer.supervision import training_paths
 from headstart.trainer.traffic import make_traffic, sampling_of
 from tests.test_traffic import SETTINGS, TINY, hashes, prompts_stage
 
@@ -163,11 +164,12 @@ def test_rows_without_a_usable_reply_are_counted_and_none_at_all_is_an_error():
 
 def test_another_limit_is_another_record(tmp_path):
     """Case 22; and case 19: replies that are cut are counted, and end as they were cut."""
-    stage = prompts_stage(
-        tmp_path, [talk(f"Tea {i}?", reply="Boil water, then wait for a while. " * 3) for i in range(5)]
-    )
+    talks = [talk(f"Tea {i}?", reply="Boil water, then wait for a while. " * 3) for i in range(5)]
+    stage = prompts_stage(tmp_path, [*talks, talk("A?", reply="B")])
     for limit in (12, 6):
         settings = replace(RECORDED, max_new_tokens=limit)
         traffic, _ = make_traffic(TargetLoader(TINY), stage, settings, tmp_path)
-        assert {path.num_reply_tokens for path in read_paths(traffic.folder)} == {limit}
-        assert count_cut(traffic.folder) == (5, 5)
+        assert {path.num_reply_tokens for path in read_paths(traffic.folder)} == {limit, 2}
+        assert count_cut(traffic.folder) == (5, 6)
+        assert len(training_paths(traffic.folder, cut_replies=True)) == 6
+        assert [path.finish_reason for path in training_paths(traffic.folder, cut_replies=False)] == ["stop"]

@@ -6,18 +6,37 @@ that is off by one, or on the wrong side, trains well and serves badly: no curve
 """
 
 from collections.abc import Collection, Sequence
+from pathlib import Path as FilePath
 
 import numpy as np
 import torch
 
 from headstart.heads.batch import pack, supervised_pairs
 from headstart.heads.errors import WrongInput
-from headstart.heads.paths import Path
+from headstart.heads.paths import Path, read_paths
 
 NUM_CHECKED = 16
 
 Pair = tuple[int, int]
 """Start t within its path, and depth j."""
+
+
+def training_paths(traffic: FilePath, cut_replies: bool) -> list[Path]:
+    """The training replies of a finished traffic stage; those that a limit cut are counted, and left out where not wanted.
+
+    Raises:
+        WrongInput: none is left.
+    """
+    paths = list(read_paths(traffic, "train"))
+    whole = [path for path in paths if path.finish_reason != "length"]
+    fate = "kept, without a stop token" if cut_replies else "left out"
+    print(f"{len(paths) - len(whole):,} of {len(paths):,} training replies were cut at a limit ({fate})")
+    if paths and not whole and not cut_replies:
+        raise WrongInput(
+            f"train.cut_replies: found all {len(paths)} replies cut at a limit, expected whole ones among them.\n"
+            "Raise traffic.max_new_tokens, or learn from cut replies too: train.cut_replies=true"
+        )
+    return paths if cut_replies else whole
 
 
 def check_supervision(paths: Sequence[Path], stop_ids: Collection[int], depth: int) -> list[int]:
