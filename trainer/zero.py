@@ -52,7 +52,10 @@ class Zero2(Strategy):
     def config(self, num_parameters: int) -> dict[str, Any]:
         stage3 = {
             "stage3_param_persistence_threshold": 0,  # small tensors too
-            "stage3_prefetch_bucket_size": 0,  # all of the head is fetched at once, by `register_external_parameter`
+            # All of the head is fetched at once (`register_external_parameter`) and let go at once. What a rank would fetch
+            # earlier or keep longer is learned from its own passes, and those of a rank without a row are others.
+            "stage3_prefetch_bucket_size": 0,
+            "stage3_max_reuse_distance": 0,
         }
         return {
             "train_micro_batch_size_per_gpu": 1,
