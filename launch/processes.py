@@ -95,10 +95,7 @@ def choose_strategy(settings: TrainSettings, processes: Processes) -> str:
         raise WrongInput(
             f"train.strategy is {wanted}, but this is one process without a launcher.\nSeveral processes: {SEVERAL}."
         )
-    chosen = wanted or processes.asked or ("ddp" if processes.world_size > 1 else "single")
-    if chosen == "zero3" and settings.on_policy:
-        raise WrongInput("train.on_policy needs the head's weights between steps, which zero3 takes away; use fsdp2.")
-    return chosen
+    return wanted or processes.asked or ("ddp" if processes.world_size > 1 else "single")
 
 
 def expect_one(processes: Processes, doing: str) -> None:

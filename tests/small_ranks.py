@@ -24,7 +24,7 @@ from headstart.trainer.ranks import joined
 from tests.kinds import FORMS
 from tests.small_training import SETTINGS, RandomFeatures, SmallTarget, make_head, make_lengths, make_paths
 
-STRATEGIES = ("ddp", "fsdp2", *(("zero2", "zero3") if find_spec("deepspeed") else ()))
+STRATEGIES = ("ddp", "fsdp2", *(("zero2",) if find_spec("deepspeed") else ()))
 CURVE = replace(SETTINGS, num_steps=50, log_every=1, eval_every=25, save_every=20)
 SHORT = replace(SETTINGS, num_steps=9, log_every=1, eval_every=6, save_every=4)
 STOP_STEP, MIDWAY = 5, "step-000040"
@@ -90,10 +90,7 @@ def frozen_after_resume(folder, **options):
         if seed:  # go on from the checkpoint in the middle
             (folder / "checkpoints" / "last").write_text("step-000002\n")
         train_in(folder, settings, head=head, **options)
-    frozen = head.lm_head.weight
-    if hasattr(frozen, "ds_id"):  # under zero3 frozen weights are sharded too
-        frozen.all_gather()
-    return float((frozen - SmallTarget().output[head.draft_ids_V]).abs().max())
+    return float((head.lm_head.weight - SmallTarget().output[head.draft_ids_V]).abs().max())
 
 
 def laws(folder, ranks):
