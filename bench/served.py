@@ -9,6 +9,7 @@ judged in float64, and of the two served runs fewer than one reply in a thousand
 
 import argparse
 import json
+import os
 import shutil
 import sys
 import tempfile
@@ -19,10 +20,11 @@ from pathlib import Path
 
 import pyarrow.parquet as parquet
 
-from headstart.eval.engine_runs import convert_to_gguf, fetch
-from headstart.eval.engine_servers import EngineServer, free_port, vllm_command
 from headstart.eval.engines_setup import install_llamacpp, install_vllm
 from headstart.eval.identity import Rescorer
+from headstart.eval.llamacpp_engine import convert_to_gguf
+from headstart.eval.local_server import LocalServer, fetch, free_port
+from headstart.eval.vllm_engine import VLLM_ENVIRONMENT
 from headstart.heads.builtin import resolve_model
 from headstart.heads.paths import Path as ReplyPath
 from headstart.heads.paths import Prompt, read_part
@@ -48,12 +50,14 @@ def main() -> None:
     out = options.out or Path(tempfile.mkdtemp(prefix="headstart-served-"))
     out.mkdir(parents=True, exist_ok=True)
     target = resolve_model(options.target) if options.target else write_target(out / "target")
-    command, port = server_command(options.engine, target, out)
+    port = free_port()
+    command, url = server_command(options.engine, target, out, port), f"http://127.0.0.1:{port}"
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | VLLM_ENVIRONMENT
     prompts = short_prompts(TargetLoader(settings_of(target)), options.prompts)
     local = TrafficSettings(max_new_tokens=options.max_new_tokens, max_prompt_tokens=400, slots=32, chunk=256)
-    server = ServerSettings(urls=[f"http://127.0.0.1:{port}"], engine=options.engine, model=MODEL)
+    server = ServerSettings(urls=[url], engine=options.engine, model=MODEL)
     served = TrafficSettings(**{**vars(local), "backend": "openai", "server": server})
-    with EngineServer(command, port, out / "server.log") as engine:
+    with LocalServer(command, url, out / "server.log", environment) as engine:
         whole = timed("uninterrupted", out / "whole", target, prompts, served)
         as_chat = options.engine != "vllm" or asked_as_chat(engine.url, prompts, whole, options.max_new_tokens)
         with killing(engine, out / "killed", options.kills) as kills:
@@ -70,17 +74,19 @@ def main() -> None:
     sys.exit(0 if fine and len(kills) == options.kills else 1)
 
 
-def server_command(engine: str, target: Path, out: Path) -> tuple[list[str], int]:
-    """What starts a server of the target, and its port."""
-    port = free_port()
+def server_command(engine: str, target: Path, out: Path, port: int) -> list[str]:
+    """What starts a server of the target in float32, without what makes a small model slow to start."""
     if engine == "vllm":
-        return vllm_command(install_vllm(), target, MODEL, port, CONTEXT), port
+        options = ["-m", "vllm.entrypoints.openai.api_server", "--model", target, "--served-model-name", MODEL]
+        options += ["--host", "127.0.0.1", "--port", port, "--dtype", "float32", "--max-model-len", CONTEXT]
+        options += ["--max-num-seqs", 32, "--enforce-eager"]
+        return [str(word) for word in (install_vllm(), *options)]
     llamacpp = install_llamacpp()
     file = convert_to_gguf(llamacpp, target, out / "target.gguf")
     options = ["--model", file, "--alias", MODEL, "--host", "127.0.0.1", "--port", port, "--threads", 1, "--no-warmup"]
     options += ["--ctx-size", SLOTS * CONTEXT, "--parallel", SLOTS, "--cache-ram", 0]
     options += ["--cache-type-k", "f32", "--cache-type-v", "f32", "--flash-attn", "off"]
-    return [str(word) for word in (llamacpp.server, *options)], port
+    return [str(word) for word in (llamacpp.server, *options)]
 
 
 def write_target(folder: Path) -> Path:
@@ -125,7 +131,7 @@ def timed(name: str, root: Path, target: Path, prompts: list[Prompt], settings: 
 class killing:
     """Kill the server each time some more chunks are recorded under `root`, and start it again."""
 
-    def __init__(self, engine: EngineServer, root: Path, times: int) -> None:
+    def __init__(self, engine: LocalServer, root: Path, times: int) -> None:
         self.engine, self.root, self.times, self.kills = engine, root, times, []  # type: ignore[var-annotated]
         self._thread, self._ended = threading.Thread(target=self._watch, daemon=True), threading.Event()
 

@@ -62,9 +62,9 @@ def derived(loaded: Loaded, checked: Checked) -> list[Row]:
     device_reason = "no accelerator here" if device.type == "cpu" else "the first accelerator"
     target_precision = choose_precision(recipe.target.dtype, device)
     servers = recipe.traffic.server.urls
-    asked = [("training replies", backend_name(recipe.traffic), ", ".join(servers))] if servers else []
+    answering = [("training replies", backend_name(recipe.traffic), ", ".join(servers))] if servers else []
     return [
-        *asked,
+        *answering,
         ("target", recipe.target.model, f"{facts.num_layers} layers, width {facts.hidden_size}, {target.folder}"),
         ("device", str(device), device_reason if recipe.target.device == "auto" else recipe_says),
         ("target.dtype", target_precision.name, target_precision.reason),

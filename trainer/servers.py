@@ -96,6 +96,7 @@ class Connection:
             except OSError as error:
                 self.close()
                 raise Away(f"{type(error).__name__}: {error}") from None
+            assert self._connection.sock is not None
             self._connection.sock.settimeout(self.timeout)
         self._connection.request("GET" if data is None else "POST", self._prefix + path, data, headers)
         answer = self._connection.getresponse()

@@ -72,7 +72,8 @@ def write_merged(head: MTPShipped, source: Path, folder: Path) -> dict[str, Tens
         for name, tensor in head.trained_tensors().items()
         for path, part in published(head, name, tensor)
     }
-    places, written = tensor_files(source), {}
+    places = tensor_files(source)
+    written: dict[str, Tensor] = {}
     for file in sorted(source.iterdir()):
         copied = folder / (TARGET_CARD if file.name == "README.md" else file.name)
         if file in {places.get(path) for path in layer}:

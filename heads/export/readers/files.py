@@ -50,7 +50,7 @@ def weight_files(folder: Path) -> list[Path]:
 
 def weight_places(folder: Path) -> dict[str, Path]:
     """The file of every tensor. Raises WrongInput: a damaged file, or an index that does not say where each tensor is."""
-    places = {}
+    places: dict[str, Path] = {}
     for path in weight_files(folder):
         try:
             with safe_open(path, framework="pt") as file:
@@ -66,7 +66,7 @@ def weight_places(folder: Path) -> dict[str, Path]:
 
 def read_weights(folder: Path) -> dict[str, Tensor]:
     """All tensors. Raises as `weight_places`."""
-    tensors = {}
+    tensors: dict[str, Tensor] = {}
     for path in sorted(set(weight_places(folder).values())):
         with safe_open(path, framework="pt") as file:
             tensors |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
