@@ -11,7 +11,7 @@ from headstart.launch import cli
 from tests.kinds import random_head
 from tests.test_warm_start import write_recipe
 
-HEADS = {"eagle1": {"draft_vocab_size": 0}, "medusa": {"draft_vocab_size": 90, "own_output": True}}
+HEADS = {"eagle1": {"draft_vocab_size": 0}, "medusa": {"draft_vocab_size": 90}}
 
 
 @pytest.mark.parametrize("kind", HEADS)

@@ -36,8 +36,8 @@ FORMATS = [
     ("eagle3", "llamacpp", {"norm_before_residual": True}),
     ("eagle1", "vllm", {"rope_theta": 500.0}),
     ("eagle1", "sglang", {"intermediate_size": 40}),
-    ("medusa", "vllm", {"num_layers": 2, "own_output": True}),
-    ("medusa", "vllm", {"draft_vocab_size": 0}),
+    ("medusa", "vllm", {"num_layers": 2}),
+    ("medusa", "vllm", {"draft_vocab_size": 0, "own_output": True}),
     ("eagle3", "trtllm", {"fc_norm": True, "norm_output": True, "taps": [1, 4]}),
     ("draft", "trtllm", {"layers": [1], "train_output": True}),
     ("mtp", "sglang", {}),
@@ -308,9 +308,9 @@ def test_large_weights_are_several_files_that_hold_the_same(layout, exported, ta
         read_served(sharded, layout[1], head, target)
 
 
-@pytest.mark.parametrize("kind", WHOLE)
-def test_a_smaller_vocabulary_that_engines_would_not_keep_to_is_not_written(kind, tiny_target, tmp_path):
-    head = random_head(kind, DEPTH, tiny_target.facts, torch.arange(64), draft_vocab_size=64)
+@pytest.mark.parametrize(("kind", "flags"), [*((kind, {}) for kind in WHOLE), ("medusa", {"own_output": True})])
+def test_a_smaller_vocabulary_that_engines_would_not_keep_to_is_not_written(kind, flags, tiny_target, tmp_path):
+    head = random_head(kind, DEPTH, tiny_target.facts, torch.arange(64), draft_vocab_size=64, **flags)
     for engine in LAYOUTS[kind].versions:
         with pytest.raises(WrongInput, match="draft_vocab_size = 64, expected 0"):
             write_head(head, tmp_path / "out", engine, target=tiny_target)

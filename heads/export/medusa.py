@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from headstart.heads.export.layout import Layout, alone
+from headstart.heads.export.layout import Layout, alone, reduced
 from headstart.heads.export.readers.medusa import ServedMedusa, read_medusa
 from headstart.heads.facts import TargetFacts
 from headstart.heads.medusa import Medusa
@@ -15,7 +15,8 @@ from headstart.heads.target import Target
 
 
 def limits(settings: MedusaSettings, facts: TargetFacts, taps: list[int], engine: str) -> Iterator[str]:
-    return iter(())
+    if settings.own_output:
+        yield from reduced(settings, facts, "it loads one output layer for a reduced vocabulary, not one for each head")
 
 
 def config(head: Medusa, engine: str, dtype: str) -> dict[str, Any]:
