@@ -1,9 +1,12 @@
 """What every test stands on: tiny real models made offline, one thread, no network."""
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from headstart.launch.threads import THREAD_VARIABLES
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -16,6 +19,20 @@ def pytest_configure(config: pytest.Config) -> None:
     import torch
 
     torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """A command that ran in this process took all cores, for itself and for what it would start; the next test has one."""
+    before = {name: os.environ.get(name) for name in THREAD_VARIABLES}
+    yield
+    import torch
+
+    torch.set_num_threads(1)
+    for name, value in before.items():
+        os.environ.pop(name, None)
+        if value is not None:
+            os.environ[name] = value
 
 
 @pytest.fixture(scope="session")
