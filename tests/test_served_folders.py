@@ -226,7 +226,7 @@ FAULTS = [
     (E, {}, {"fc.weight": torch.zeros(64, 64)}, "fc.weight is \\(64, 64\\)"),
     (E, {}, {"layers.0.mlp.up_proj.weight": torch.full((160, 64), torch.inf)}, "not finite"),
     (M, {"medusa_fc_bias": False}, {}, "medusa_fc_bias is False"),  # and every bias would be dropped
-    (M, {"original_lm_head": True}, {}, "lm_head.weight is missing"),
+    (M, {"original_lm_head": False}, {}, "lm_heads.0.weight is missing"),
     (M, {"num_heads": 4}, {}, "blocks.3.layers.0.bias is missing"),
     (M, {"medusa_num_heads": 4}, {}, "unknown \\['medusa_num_heads'\\]"),
     (M, {"truncated_vocab_size": 512}, {}, "lm_heads.0.weight|token_map is not read"),
