@@ -9,7 +9,6 @@ judged in float64, and of the two served runs fewer than one reply in a thousand
 
 import argparse
 import json
-import os
 import shutil
 import sys
 import tempfile
@@ -24,7 +23,7 @@ from headstart.eval.engines_setup import install_llamacpp, install_vllm
 from headstart.eval.identity import Rescorer
 from headstart.eval.llamacpp_engine import convert_to_gguf
 from headstart.eval.local_server import LocalServer, fetch, free_port
-from headstart.eval.vllm_engine import VLLM_ENVIRONMENT
+from headstart.eval.vllm_engine import vllm_environment
 from headstart.heads.builtin import resolve_model
 from headstart.heads.paths import Path as ReplyPath
 from headstart.heads.paths import Prompt, read_part
@@ -52,7 +51,7 @@ def main() -> None:
     target = resolve_model(options.target) if options.target else write_target(out / "target")
     port = free_port()
     command, url = server_command(options.engine, target, out, port), f"http://127.0.0.1:{port}"
-    environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | VLLM_ENVIRONMENT
+    environment = vllm_environment()
     prompts = short_prompts(TargetLoader(settings_of(target)), options.prompts)
     local = TrafficSettings(max_new_tokens=options.max_new_tokens, max_prompt_tokens=400, slots=32, chunk=256)
     server = ServerSettings(urls=[url], engine=options.engine, model=MODEL)

@@ -30,7 +30,7 @@ from headstart.heads.export.card import RECORD, RECORD_SCHEMA
 from headstart.heads.export.serving import METHODS, WHOLE, loader_options
 from headstart.heads.store import read_json
 
-VLLM_ENVIRONMENT = {
+ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -41,6 +41,11 @@ VLLM_ENVIRONMENT = {
 }
 BATCH = 4
 SPARE_SLOTS = 8
+
+
+def vllm_environment() -> dict[str, str]:
+    """This process's environment as vLLM is to have it: on a CPU, without telling anyone, with its own packages."""
+    return {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | ENVIRONMENT
 
 
 @contextmanager
@@ -109,7 +114,7 @@ class Vllm(Engine):
         self.num_jobs += 1
         job_file.write_text(json.dumps(job))
         if self.process is None or self.process.poll() is not None:
-            environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | VLLM_ENVIRONMENT
+            environment = vllm_environment()
             with log_file.open("w") as log:
                 self.process = subprocess.Popen(
                     [self.python, Path(__file__).with_name("vllm_runner.py")],
