@@ -13,6 +13,7 @@ import numpy as np
 
 from headstart.eval.acceptance import PromptCounts, acceptance_row
 from headstart.eval.engine_runs import EngineReply, EngineRun, accepted_per_position
+from headstart.eval.identity import Rescorer
 from headstart.eval.replies import Reply
 
 POSITIONS, MAX_SURVIVAL_DIFFERENCE, MAX_DRAFTS_DIFFERENCE = 3, 0.02, 0.02
@@ -30,7 +31,8 @@ class Comparison:
     survival: list[float]
     expected_survival: list[float]
     num_as_plain: int  # replies equal to the engine's own plain decoding
-    num_as_ours: int  # replies equal to our plain decoding
+    num_near_ties: int  # replies that part from it where the target's two best tokens are equal but for rounding
+    num_as_ours: int  # replies equal to ours
     num_same_counts: int  # prompts whose drafts and accepted counts are all ours
 
     @property
@@ -41,8 +43,8 @@ class Comparison:
                 found.append(f"survival at position {k} is {theirs:.3f}, ours {ours:.3f}")
         if abs(self.num_drafts - self.expected_drafts) > MAX_DRAFTS_DIFFERENCE * self.expected_drafts:
             found.append(f"{self.num_drafts} drafts, ours {self.expected_drafts}")
-        if self.num_as_plain != self.num_prompts:
-            found.append(f"{self.num_prompts - self.num_as_plain} replies differ from the engine's plain decoding")
+        if unexplained := self.num_prompts - self.num_as_plain - self.num_near_ties:
+            found.append(f"{unexplained} replies differ from the engine's plain decoding")
         return found
 
 
@@ -63,24 +65,28 @@ def by_rule(reply: Reply, engine: str, max_new_tokens: int, draft_length: int) -
 
 
 def compare(
-    drafted: EngineRun, plain: EngineRun, expected: list[EngineReply], own_plain: list[list[int]]
+    drafted: EngineRun,
+    plain: EngineRun,
+    expected: list[EngineReply],
+    prompts: Sequence[Sequence[int]],
+    rescorer: Rescorer,
 ) -> Comparison:
-    """Totals of both sides, and how many replies and counts are the same."""
-    survival, expected_survival = _survival(drafted.replies), _survival(expected)
-    replies = [reply.token_ids for reply in drafted.replies]
+    """Totals of both sides, and how many replies and counts are the same; `rescorer` judges where replies part."""
+    rows = list(zip(prompts, plain.replies, drafted.replies, expected, strict=True))
+    judged = [rescorer.judge("", prompt, a.token_ids, b.token_ids) for prompt, a, b, _ in rows]
     return Comparison(
         engine=drafted.engine,
         version=drafted.version,
-        num_prompts=len(replies),
+        num_prompts=len(rows),
         num_drafts=sum(reply.num_drafts for reply in drafted.replies),
         expected_drafts=sum(reply.num_drafts for reply in expected),
-        survival=survival,
-        expected_survival=expected_survival,
-        num_as_plain=sum(a == b.token_ids for a, b in zip(replies, plain.replies, strict=True)),
-        num_as_ours=sum(a == b for a, b in zip(replies, own_plain, strict=True)),
+        survival=_survival(drafted.replies),
+        expected_survival=_survival(expected),
+        num_as_plain=judged.count(None),
+        num_near_ties=sum(found is not None and found.verdict == "tie" for found in judged),
+        num_as_ours=sum(theirs.token_ids == ours.token_ids for *_, theirs, ours in rows),
         num_same_counts=sum(
-            (a.num_drafts, a.accepted_K) == (b.num_drafts, b.accepted_K)
-            for a, b in zip(drafted.replies, expected, strict=True)
+            (theirs.num_drafts, theirs.accepted_K) == (ours.num_drafts, ours.accepted_K) for *_, theirs, ours in rows
         ),
     )
 
@@ -127,6 +133,9 @@ def print_comparison(result: Comparison) -> None:
     for k, (theirs, ours) in enumerate(zip(result.survival, result.expected_survival, strict=True)):
         print(f"  survival {k} {theirs:7.4f}   ours {ours:7.4f}   difference {theirs - ours:+.4f}")
     total = result.num_prompts
-    print(f"  replies equal to its plain decoding {result.num_as_plain}/{total}, to ours {result.num_as_ours}/{total}")
+    ties = f" ({result.num_near_ties} part at a near tie)" if result.num_near_ties else ""
+    print(
+        f"  replies equal to its plain decoding {result.num_as_plain}/{total}{ties}, to ours {result.num_as_ours}/{total}"
+    )
     print(f"  prompts with exactly our counts {result.num_same_counts}/{total}")
     print("  " + ("; ".join(result.problems) or "agrees"), flush=True)

@@ -1,14 +1,15 @@
-"""Load an exported head in real engines and compare what they accept with what we measure, by their own counting.
+"""Load exported heads in real engines and compare what they accept with what we measure, by their own counting.
 
-    python -m headstart.eval.engines [RUN]        (`make engines`; RUN: a folder under runs/, default the newest export)
+    python -m headstart.eval.engines [RUN ..]     (`make engines`; RUN: a folder under runs/, default the newest export)
 
 How engines count is in `engine_counts.py`, how they are run in `vllm_engine.py` and `llamacpp_engine.py`.
 """
 
 import argparse
 import sys
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from headstart.eval.engine_runs import Drafts, Engine, EngineRun, Requests
 from headstart.eval.engines_setup import install_llamacpp, install_vllm
 from headstart.eval.file_reader import read_eval
 from headstart.eval.gate import of_checkpoint, read_evals
+from headstart.eval.identity import Rescorer
 from headstart.eval.llamacpp_engine import open_llamacpp
 from headstart.eval.timings import balanced
 from headstart.eval.vllm_engine import open_vllm
@@ -44,6 +46,20 @@ ENGINES: dict[str, Callable[[], AbstractContextManager[Engine]]] = {
     "speculators": open_vllm,
     "llamacpp": open_llamacpp,
 }
+
+
+@contextmanager
+def opened_engines() -> Iterator[Callable[[str], Engine]]:
+    """Yield `get(name)` of `ENGINES`: each engine is opened when it is first asked for, and closed at the end."""
+    opened: dict[Callable[[], AbstractContextManager[Engine]], Engine] = {}
+    with ExitStack() as stack:
+
+        def get(name: str) -> Engine:
+            if (opens := ENGINES[name]) not in opened:
+                opened[opens] = stack.enter_context(opens())
+            return opened[opens]
+
+        yield get
 
 
 def compare_export(
@@ -71,12 +87,11 @@ def compare_export(
         # Packed while rounded: the layout does not follow its weights.
         drafter = HeadDrafter(written.pack())
         live = decode(target, prompts, drafter, draft_length, max_new_tokens, batch=8, whole_blocks=True)
-    own_plain = [reply.token_ids for reply in decode(target, prompts, None, 0, max_new_tokens, batch=8)]
     served = folder if record["kind"] in WHOLE else resolve_model(record["target"]["name"])
     requests = Requests(served, prompts, max_new_tokens, target.facts.stop_ids)
     plain, drafted = engine.decode(requests), engine.decode(requests, Drafts(folder, record["kind"], draft_length))
     expected = [by_rule(reply, engine.name, max_new_tokens, draft_length) for reply in live]
-    return compare(drafted, plain, expected, own_plain), drafted
+    return compare(drafted, plain, expected, prompts, Rescorer(target)), drafted
 
 
 def as_written(head: Head, folder: Path, record: dict[str, Any]) -> AbstractContextManager[Head]:
@@ -96,23 +111,24 @@ def heldout_prompts(run: Path, count: int) -> list[ReplyPath]:
     return paths
 
 
-def readable_exports(run: Path) -> dict[str, Path]:
-    """For every engine that runs here, the run's export folder that it reads as trained: its own, else another's."""
+def find_exports(run: Path, engines: list[str]) -> dict[str, Path]:
+    """For every engine the run's export folder that it reads as trained: its own, else another's.
+
+    Args:
+        engines: names of `ENGINES`; none means all that an export of the run is for.
+    """
     found: dict[str, Path] = {}
-    for engine in ENGINES:
+    for engine in engines or ENGINES:
         for file in sorted(run.glob(f"export/*/{RECORD}"), key=lambda file: file.parent.name != engine):
             if engine in read_json(file, RECORD_SCHEMA)["readable_by"]:
                 found.setdefault(engine, file.parent)
-    return found
-
-
-def find_export(run: Path, engine: str) -> Path:
-    """The one for this engine."""
-    if engine not in (found := readable_exports(run)):
+    lacking = [engine for engine in engines or ENGINES if engine not in found]
+    if lacking and (engines or not found):
         raise WrongInput(
-            f"{run}: found no export that {engine} can read. Write one: headstart export {run} --engine {engine}"
+            f"{run}: found no export that {' or '.join(lacking)} can read. "
+            f"Write one: headstart export {run} --engine {lacking[0]}"
         )
-    return found[engine]
+    return found
 
 
 def find_checkpoint(run: Path, sha256: str) -> Path:
@@ -125,31 +141,26 @@ def find_checkpoint(run: Path, sha256: str) -> Path:
 
 
 def compare_run(
-    run: Path, engines: list[str], num_prompts: int, max_new_tokens: int, draft_length: int
+    run: Path,
+    exports: dict[str, Path],
+    engine_of: Callable[[str], Engine],
+    num_prompts: int,
+    max_new_tokens: int,
+    draft_length: int,
 ) -> list[Comparison]:
-    """Compare engines on held-out prompts, and record it in eval/acceptance.json and on the export's card.
-
-    Args:
-        engines: names of `ENGINES`; none means all that an export of the run is for.
-    """
+    """Compare exports of a run on its held-out prompts; eval/acceptance.json and the card of each keep the figures."""
     paths = heldout_prompts(run, num_prompts)
     prompts = [path.prompt_token_ids for path in paths]
     results = []
-    if not (names := engines or list(readable_exports(run))):
-        raise WrongInput(
-            f"{run}: found no export for {', '.join(ENGINES)}. Write one: headstart export {run} --engine vllm"
-        )
-    for name in names:
-        folder = find_export(run, name)
+    for name, folder in exports.items():
         record = read_json(folder / RECORD, RECORD_SCHEMA)
         settings = TargetSettings(model=record["target"]["name"], device="cpu")
         target = load_target(settings, record["taps"], "float32")
         head = load_head(find_checkpoint(run, record["checkpoint"]["sha256"]), target).eval()
-        with ENGINES[name]() as engine:
-            result, drafted = compare_export(engine, folder, head, target, prompts, max_new_tokens, draft_length)
-        print_comparison(result)
-        keep(run, folder, record, result, drafted, paths, draft_length)
-        results.append(result)
+        compared = compare_export(engine_of(name), folder, head, target, prompts, max_new_tokens, draft_length)
+        print_comparison(compared[0])
+        keep(run, folder, record, *compared, paths, draft_length)
+        results.append(compared[0])
     return results
 
 
@@ -171,16 +182,7 @@ def keep(
         same = [(r["source"], r["draft_length"]) == (row["source"], draft_length) for r in acceptance["rows"]]
         acceptance["rows"] = [r for r, old in zip(acceptance["rows"], same, strict=True) if not old] + [row]
         write_json(file, acceptance)
-    entry = {
-        **{
-            name: getattr(result, name)
-            for name in ("engine", "version", "num_prompts", "num_drafts", "expected_drafts")
-        },
-        "draft_length": draft_length,
-        "survival": result.survival,
-        "expected_survival": result.expected_survival,
-        "verdict": "fail" if result.problems else "pass",
-    }
+    entry = {**asdict(result), "draft_length": draft_length, "verdict": "fail" if result.problems else "pass"}
     kept = [e for e in record["loaded_in"] if (e["engine"], e["version"]) != (result.engine, result.version)]
     record["loaded_in"] = [*kept, entry]
     write_json(folder / RECORD, record)
@@ -200,7 +202,7 @@ def newest_run(root: Path) -> Path:
 
 def parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m headstart.eval.engines", description=__doc__.splitlines()[0])
-    parser.add_argument("run", nargs="?", type=Path, help="run folder (default: the one exported last under runs/)")
+    parser.add_argument("runs", nargs="*", type=Path, help="run folders (default: the one exported last under runs/)")
     parser.add_argument(
         "--engines", default="", help=f"some of {','.join(ENGINES)} (default: those that an export of the run is for)"
     )
@@ -220,8 +222,10 @@ def main(arguments: list[str]) -> int:
         if options.install:
             print(*(install() for install in (install_vllm, install_llamacpp)), sep="\n")
             return 0
-        run = options.run or newest_run(Path("runs"))
-        results = compare_run(run, engines, options.prompts, options.max_new_tokens, options.draft_length)
+        exports = {run: find_exports(run, engines) for run in options.runs or [newest_run(Path("runs"))]}
+        lengths = (options.prompts, options.max_new_tokens, options.draft_length)
+        with opened_engines() as engine_of:
+            results = [r for run, found in exports.items() for r in compare_run(run, found, engine_of, *lengths)]
         if problems := [f"{result.engine}: {problem}" for result in results for problem in result.problems]:
             raise GateFailed("\n".join(problems))
     except WrongInput as error:

@@ -1,5 +1,6 @@
 """Laws of the engine comparison, none of which needs an engine; `test_engine_runs.py` has those that do."""
 
+import shutil
 import sys
 import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -7,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from safetensors.torch import load_file, save_file
 
 from headstart.eval import engines, engines_setup
 from headstart.eval.decode import decode
@@ -21,6 +23,7 @@ from headstart.eval.engine_runs import (
     accepted_per_position,
     last_lines,
 )
+from headstart.eval.identity import Rescorer
 from headstart.eval.llamacpp_engine import counted_since, llama_counters
 from headstart.eval.replies import Reply, Step
 from headstart.eval.settings import EvalSettings, ExportSettings
@@ -31,7 +34,9 @@ from headstart.heads.errors import WrongInput
 from headstart.heads.export.card import RECORD, RECORD_SCHEMA
 from headstart.heads.export.serving import METHODS
 from headstart.heads.paths import Path as ReplyPath
+from headstart.heads.settings import TargetSettings
 from headstart.heads.store import read_json
+from headstart.heads.target import load_target
 from headstart.launch.export_gate import export_head
 from tests.small_decoding import continuations, fitted_head, make_path, make_prompts
 
@@ -130,19 +135,37 @@ def test_the_engine_row_keeps_the_laws_of_its_schema():
 
 
 @pytest.mark.parametrize(
-    ("replies", "plain_tokens", "problem"),
+    ("replies", "problem"),
     [
-        ([(100, [50, 20, 10])], [1, 2], None),
-        ([(100, [53, 20, 10])], [1, 2], "survival at position 0"),
-        ([(100, [50, 20, 13])], [1, 2], "survival at position 2"),
-        ([(104, [52, 21, 10])], [1, 2], "104 drafts"),
-        ([(100, [50, 20, 10])], [1, 3], "differ from the engine's plain decoding"),
+        ([(100, [50, 20, 10])], None),
+        ([(100, [53, 20, 10])], "survival at position 0"),
+        ([(100, [50, 20, 13])], "survival at position 2"),
+        ([(104, [52, 21, 10])], "104 drafts"),
     ],
 )
-def test_a_comparison_passes_only_within_its_bounds(replies, plain_tokens, problem):
-    plain = EngineRun("vllm", "0.32.0", [EngineReply(plain_tokens, 0, [])])
-    result = compare(make_run(replies), plain, [EngineReply([1, 2], 100, [50, 20, 10])], [[1, 2]])
+def test_a_comparison_passes_only_within_its_bounds(replies, problem, tiny_target):
+    expected = [EngineReply([1, 2], 100, [50, 20, 10])]
+    result = compare(make_run(replies), make_run(replies), expected, [[3]], Rescorer(tiny_target))
     assert (result.problems == []) if problem is None else any(problem in text for text in result.problems)
+    assert result.num_as_ours == result.num_as_plain == 1
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_reply_may_part_from_the_engines_plain_one_only_at_a_near_tie(tied, tiny_target, tmp_path):
+    """The target's logits after the prompt decide: of its two best tokens, equal but for rounding or not."""
+    prompts, rescorer = make_prompts(tiny_target, LENGTHS), Rescorer(tiny_target)
+    best, second = (int(token) for token in rescorer.logits(prompts[0]).topk(2).indices)
+    if tied:
+        folder = shutil.copytree(resolve_model("tiny"), tmp_path / "tied")
+        tensors = load_file(folder / "model.safetensors")
+        tensors["lm_head.weight"][second] = tensors["lm_head.weight"][best] * (1 + 1e-7)
+        save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+        rescorer = Rescorer(load_target(TargetSettings(model=str(folder), dtype="float32", device="cpu")))
+    plain = EngineRun("vllm", "0", [EngineReply([best], 0, []), EngineReply([7], 0, []), EngineReply([8], 0, [])])
+    drafted = EngineRun("vllm", "0", [EngineReply([token], 9, [9, 9, 9]) for token in (second, 7, 8)])
+    result = compare(drafted, plain, drafted.replies, prompts, rescorer)
+    assert (result.num_as_plain, result.num_near_ties) == (2, int(tied))
+    assert result.problems == ([] if tied else ["1 replies differ from the engine's plain decoding"])
 
 
 class Served(Engine):
@@ -205,9 +228,11 @@ def test_more_drafts_than_a_head_has_are_refused_before_an_engine_starts(kind, e
 @pytest.mark.parametrize("kind", ["medusa", "draft"])
 def test_without_names_a_run_is_compared_in_the_engines_that_its_exports_are_for(kind, exported, tmp_path):
     expected = {"medusa": ["vllm"], "draft": ["vllm", "llamacpp"]}
-    assert list(engines.readable_exports(tmp_path / "run")) == expected[kind]
+    assert list(engines.find_exports(tmp_path / "run", [])) == expected[kind]
     with pytest.raises(WrongInput, match="no export that speculators can read"):
-        engines.find_export(tmp_path / "run", "speculators")
+        engines.find_exports(tmp_path / "run", ["vllm", "speculators"])
+    with pytest.raises(WrongInput, match="no export that vllm or speculators or llamacpp can read"):
+        engines.find_exports(tmp_path / "empty", [])
 
 
 def test_vllm_is_told_the_method_and_no_path_that_names_another(tmp_path):

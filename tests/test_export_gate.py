@@ -7,6 +7,7 @@ import pytest
 
 from headstart.eval import engines
 from headstart.eval.engine_runs import EngineReply, EngineRun
+from headstart.eval.identity import Rescorer
 from headstart.eval.settings import EvalSettings, ExportSettings
 from headstart.heads.checkpoint import checkpoint_identity, head_hash, save_head
 from headstart.heads.errors import GateFailed, WrongInput
@@ -224,7 +225,7 @@ def test_an_engines_figures_reach_the_eval_file_and_the_card_once(run, tiny_targ
     out = export(run, tiny_target)
     paths = [Path(name, "chat", "heldout", *[np.zeros(2)] * 3, "stop", {}) for name in "ab"]
     drafted = EngineRun("vllm", "0.32.0", [EngineReply([1], 10, [6, 3, 1]), EngineReply([2], 10, [4, 1, 1])])
-    result = engines.compare(drafted, drafted, drafted.replies, [[1], [2]])
+    result = engines.compare(drafted, drafted, drafted.replies, [[1], [2]], Rescorer(tiny_target))
     for _ in range(2):
         record = json.loads((out / "headstart.json").read_text())
         engines.keep(run, out, record, result, drafted, paths, 3)

@@ -4,6 +4,7 @@ Everything on the card comes from two records, `headstart.json` in the folder an
 written again after an engine has loaded the folder.
 """
 
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -147,7 +148,7 @@ def _contents(record: dict[str, Any]) -> str:
         return _merged(record)
     tensors = record["tensors"]
     maps = [name for name in ("d2t", "t2d", "token_map") if name in tensors]
-    trained = sum(_size(shape) for name, shape in tensors.items() if name not in maps)
+    trained = sum(math.prod(shape) for name, shape in tensors.items() if name not in maps)
     lines = ["## What is in the folder", ""]
     if record["kind"] == "draft":
         size = f"{trained / 1e6:.1f} M parameters, {record['dtype']}"
@@ -206,7 +207,7 @@ def _merged(record: dict[str, Any]) -> str:
         "mimo": "the target as a Qwen2 with zero biases, else bit by bit as it was; with the MTP layer it is a MiMo",
     }[record["form"]]
     tensors = record["tensors"]
-    trained = sum(_size(shape) for shape in tensors.values())
+    trained = sum(math.prod(shape) for shape in tensors.values())
     names = sorted({re.sub(r"\.experts\.\d+\.", ".experts.*.", name) for name in tensors})
     return "\n".join(
         [
@@ -218,13 +219,6 @@ def _merged(record: dict[str, Any]) -> str:
             "t + 2; the next slot reads the layer's own normed state",
         ]
     )
-
-
-def _size(shape: list[int]) -> int:
-    product = 1
-    for length in shape:
-        product *= length
-    return product
 
 
 def _provenance(record: dict[str, Any]) -> str:

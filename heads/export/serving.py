@@ -29,45 +29,43 @@ WHOLE = ("mtp",)
 BESIDE_TARGET = ("eagle3",)
 
 # The method is always named: left out, vLLM guesses it from the path.
-DRAFTS_OF_FOLDER = (
-    '{loader} --speculative-config \\\n  \'{{"method":"{method}","model":"\'"$HEAD"\'","num_speculative_tokens":{k}}}\''
+VLLM_DRAFTS = (
+    '"{target}" --port 8000 \\\n{loader}'
+    '  --speculative-config \'{{"method":"{method}",{vllm_model}"num_speculative_tokens":{k}}}\''
 )
-DRAFTS_OF_TARGET = '--speculative-config \'{{"method":"{method}","num_speculative_tokens":{k}}}\''
+VLLM = f"vllm serve {VLLM_DRAFTS}"
 # vLLM's CPU build has no `vllm serve`, and takes nearly all memory unless told how many GiB its cache may have.
-VLLM_CPU = "VLLM_CPU_KVCACHE_SPACE=4 python -m vllm.entrypoints.openai.api_server --port 8000 --model"
-# By engine: what to say of each command, and the command.
+VLLM_CPU = f"VLLM_CPU_KVCACHE_SPACE=4 python -m vllm.entrypoints.openai.api_server --model {VLLM_DRAFTS}"
+# By engine: what to say of each command, and the command. Where a folder is target and head in one, it is the {target}.
 SERVE = {
-    "vllm": [
-        ("vLLM:", f'vllm serve "$TARGET" --port 8000{DRAFTS_OF_FOLDER}'),
-        ("vLLM's CPU build:", f'{VLLM_CPU} "$TARGET"{DRAFTS_OF_FOLDER}'),
-    ],
+    "vllm": [("vLLM:", VLLM), ("vLLM's CPU build:", VLLM_CPU)],
     "speculators": [
         (
             "vLLM by this folder alone, which names its target, where that is a hub id (draft length as the config says):",
             'vllm serve "$HEAD" --port 8000',
         ),
-        ("vLLM with a target that lies in a folder:", f'vllm serve "$TARGET" --port 8000{DRAFTS_OF_FOLDER}'),
-        ("vLLM's CPU build:", f'{VLLM_CPU} "$TARGET"{DRAFTS_OF_FOLDER}'),
+        ("vLLM with a target that lies in a folder:", VLLM),
+        ("vLLM's CPU build:", VLLM_CPU),
     ],
     "sglang": [
         (
             "SGLang:",
-            'python -m sglang.launch_server --model-path "$TARGET" --speculative-algorithm {method} \\\n'
+            'python -m sglang.launch_server --model-path "{target}" --speculative-algorithm {method} \\\n'
             '  --speculative-draft-model-path "$HEAD" --speculative-num-steps {k} --speculative-eagle-topk 1 \\\n'
             "  --speculative-num-draft-tokens {verify}",
         )
     ],
     "trtllm": [
         (
-            "TensorRT-LLM (its PyTorch backend; what it captures of the target is said here, not in the folder):",
+            "TensorRT-LLM (its PyTorch backend; what it captures of a target is said here, not in the folder):",
             "cat > trtllm.yaml <<EOF\nspeculative_config:\n  decoding_type: {method}\n  max_draft_len: {k}\n"
-            '  speculative_model: $HEAD\n{capture}EOF\ntrtllm-serve "$TARGET" --extra_llm_api_options trtllm.yaml',
+            '{trtllm_model}EOF\ntrtllm-serve "{target}" --extra_llm_api_options trtllm.yaml',
         )
     ],
     "llamacpp": [
         (
             "llama.cpp (`convert_hf_to_gguf.py` is in its source tree):",
-            'python convert_hf_to_gguf.py "$TARGET" --outfile target.gguf\n'
+            'python convert_hf_to_gguf.py "{target}" --outfile target.gguf\n'
             'python convert_hf_to_gguf.py "$HEAD"{beside} --outfile head.gguf\n'
             "llama-server --port 8080 -m target.gguf -md head.gguf \\\n"
             "  --spec-type {method} --spec-draft-n-max {k} --spec-draft-p-min 0",
@@ -81,48 +79,28 @@ SERVE = {
         )
     ],
 }
-# Of a folder that is target and head in one.
-MERGED = {
-    "vllm": [
-        (
-            "vLLM (the folder is the target and its MTP layer in one):",
-            f'vllm serve "$HEAD" --port 8000 {DRAFTS_OF_TARGET}',
-        ),
-        ("vLLM's CPU build:", f'{VLLM_CPU} "$HEAD" {DRAFTS_OF_TARGET}'),
-    ],
-    "sglang": [
-        (
-            "SGLang (the same folder is target and draft):",
-            'python -m sglang.launch_server --model-path "$HEAD" --speculative-algorithm {method} \\\n'
-            '  --speculative-draft-model-path "$HEAD" --speculative-num-steps {k} --speculative-eagle-topk 1 \\\n'
-            "  --speculative-num-draft-tokens {verify}",
-        )
-    ],
-    "trtllm": [
-        (
-            "TensorRT-LLM (its PyTorch backend):",
-            "cat > trtllm.yaml <<EOF\nspeculative_config:\n  decoding_type: {method}\n  max_draft_len: {k}\nEOF\n"
-            'trtllm-serve "$HEAD" --extra_llm_api_options trtllm.yaml',
-        )
-    ],
-}
 
 
 def serving_text(record: dict[str, Any]) -> str:
     """The card's section on serving: where things lie, then the commands of every engine that reads the folder."""
     target, head = shlex.quote(record["target"]["folder"]), shlex.quote(record["folder"])
     lines = ["## Serve it", "", f"```\nTARGET={target}\nHEAD={head}\n```"]
+    whole = record["kind"] in WHOLE
+    lines += ["", "The folder is the target and its head in one."] if whole else []
     methods, loader = METHODS[record["kind"]], loader_options(record)
     outputs = [tap - 1 for tap in record["taps"]]
+    capture = f"  eagle3_layers_to_capture: {outputs}  # by their outputs\n" if outputs else ""
     values = {
         "k": record["draft_length"],
         "verify": record["draft_length"] + 1,
+        "target": "$HEAD" if whole else "$TARGET",
+        "vllm_model": "" if whole else """"model":"'"$HEAD"'",""",
+        "trtllm_model": "" if whole else f"  speculative_model: $HEAD\n{capture}",
         "beside": ' --target-model-dir "$TARGET"' if record["kind"] in BESIDE_TARGET else "",
-        "capture": f"  eagle3_layers_to_capture: {outputs}  # by their outputs\n" if outputs else "",
-        "loader": f" --model-loader-extra-config '{json.dumps(loader)}'" if loader else "",
+        "loader": f"  --model-loader-extra-config '{json.dumps(loader)}' \\\n" if loader else "",
     }
     for engine in record["readable_by"]:
-        for how, command in (MERGED if record["kind"] in WHOLE else SERVE)[engine]:
+        for how, command in SERVE[engine]:
             lines += ["", how, "", "```", command.format(method=methods[engine], **values), "```"]
     if others := [name for name in methods if name not in record["readable_by"]]:
         lines += ["", f"Not for {', '.join(others)}: `headstart export --engine` writes their folder, or says why not."]

@@ -23,7 +23,7 @@ from headstart.heads.export.readers.llama_layer import (
     LAYER_KEYS,
     LAYER_OPTIONAL_KEYS,
     Cache,
-    LlamaLayer,
+    LlamaDrafter,
     layer_problems,
     layer_shapes,
 )
@@ -33,35 +33,25 @@ ARCHITECTURES = {"vllm": "LlamaForCausalLM", "sglang": "LlamaForCausalLMEagle"}
 KEYS = {"architectures", *LAYER_KEYS}
 
 
-class ServedEagle1:
-    """The loaded head beside its target's embedding and output layer."""
+class ServedEagle1(LlamaDrafter):
+    """The loaded head beside its target's embedding and output layer, whose rows may be fewer than the vocabulary's."""
 
     taps: list[int] = []
 
     def __init__(
         self, config: dict[str, Any], tensors: dict[str, Tensor], embedding_VH: Tensor, output_VH: Tensor
     ) -> None:
-        self.config, self.embedding_VH, self.output_VH = config, embedding_VH, output_VH.float()
-        self.layer = LlamaLayer(config, tensors, "layers.0")
-
-    def chain(self, features_TF: Tensor, token_U: Tensor, drafted: list[int], depth: int) -> Tensor:
-        """Draft logits [depth, V], -inf for rows of the table that no token of the target has; as `ServedEagle3.chain`."""
-        cache, rows, next_token_T = self.layer.empty_cache(), [], token_U[1:]
-        state_H = self.step(features_TF.float(), next_token_T, torch.arange(len(next_token_T)), cache)[-1]
-        for j in range(depth):
-            row_V = torch.full((self.config["vocab_size"],), float("-inf"))
-            row_V[: len(self.output_VH)] = functional.linear(state_H, self.output_VH)
-            rows.append(row_V)
-            if j + 1 < depth:
-                token_T, place_T = torch.tensor([drafted[j]]), torch.tensor([len(next_token_T) + j])
-                state_H = self.step(state_H[None], token_T, place_T, cache)[-1]
-        return torch.stack(rows)
+        super().__init__(config, tensors, "layers.0", embedding_VH)
+        self.output_VH = output_VH.float()
 
     def step(self, hidden_TH: Tensor, token_T: Tensor, position_T: Tensor, cache: Cache) -> Tensor:
         weights = self.layer.weights
         x_TI = torch.cat((self.embedding_VH[token_T].float(), hidden_TH), dim=-1)
         x_TH = functional.linear(x_TI, weights["fc.weight"], weights.get("fc.bias"))
         return self.layer(x_TH, x_TH, position_T, cache)
+
+    def project(self, state_H: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return functional.linear(state_H, self.output_VH), torch.arange(len(self.output_VH)), state_H
 
 
 def read_eagle1(folder: Path, engine: str, facts: TargetFacts, embedding_VH: Tensor, output_VH: Tensor) -> ServedEagle1:

@@ -15,6 +15,7 @@ from torch.nn import functional
 from headstart.heads.errors import WrongInput
 from headstart.heads.export.readers.files import (
     DTYPES,
+    ascending,
     key_problems,
     read_files,
     refuse_any,
@@ -25,7 +26,7 @@ from headstart.heads.export.readers.llama_layer import (
     LAYER_KEYS,
     LAYER_OPTIONAL_KEYS,
     Cache,
-    LlamaLayer,
+    LlamaDrafter,
     layer_problems,
     layer_shapes,
 )
@@ -63,51 +64,36 @@ def taps_as_read(config: dict[str, Any], engine: str) -> list[int]:
     return [i + 1 for i in ids]
 
 
-class ServedEagle3:
+class ServedEagle3(LlamaDrafter):
     """The loaded head: fuse taps, take one step, map draft ids to target ids."""
 
     def __init__(
         self, config: dict[str, Any], tensors: dict[str, Tensor], taps: list[int], embedding_VH: Tensor
     ) -> None:
-        self.config, self.taps, self.embedding_VH = config, taps, embedding_VH
-        self.layer = LlamaLayer(config, tensors, "midlayer")
+        super().__init__(config, tensors, "midlayer", embedding_VH)
+        self.taps = taps
         num_draft = config["draft_vocab_size"]
         offset_V = tensors["d2t"] if "d2t" in tensors else torch.zeros(num_draft, dtype=torch.int64)
         self.target_ids_V = torch.arange(num_draft) + offset_V
 
-    def fuse(self, taps_TF: Tensor) -> Tensor:
-        """Feature [T, H] of the concatenated taps, in ascending tap order."""
-        taps_TF = taps_TF.float()
+    def fuse(self, features_TF: Tensor) -> Tensor:
+        """The concatenated taps, in ascending order, projected."""
         if self.config["fc_norm"]:
-            chunks = taps_TF.chunk(self.config["num_aux_hidden_states"], dim=-1)
-            taps_TF = torch.cat([self.layer.norm(chunk, f"fc_norm.{i}") for i, chunk in enumerate(chunks)], dim=-1)
-        return functional.linear(taps_TF, self.layer.weights["fc.weight"])
-
-    def chain(self, features_TF: Tensor, token_U: Tensor, drafted: list[int], depth: int) -> Tensor:
-        """Draft logits over the target's vocabulary, [depth, V], -inf where nothing can be drafted.
-
-        Slots hold target features and the tokens one later; step j > 0 reads the state of step j - 1 and `drafted[j - 1]`
-        (a target id) at the next position.
-        """
-        cache, rows, next_token_T = self.layer.empty_cache(), [], token_U[1:]
-        state_H = self.step(self.fuse(features_TF), next_token_T, torch.arange(len(next_token_T)), cache)[-1]
-        for j in range(depth):
-            normed_H = self.layer.norm(state_H, "norm")
-            row_V = torch.full((self.config["vocab_size"],), float("-inf"))
-            row_V[self.target_ids_V] = functional.linear(normed_H, self.layer.weights["lm_head.weight"])
-            rows.append(row_V)
-            if j + 1 < depth:
-                recycled_H = normed_H if self.config["norm_output"] else state_H
-                token_T, place_T = torch.tensor([drafted[j]]), torch.tensor([len(next_token_T) + j])
-                state_H = self.step(recycled_H[None], token_T, place_T, cache)[-1]
-        return torch.stack(rows)
+            chunks = features_TF.chunk(self.config["num_aux_hidden_states"], dim=-1)
+            features_TF = torch.cat([self.layer.norm(chunk, f"fc_norm.{i}") for i, chunk in enumerate(chunks)], dim=-1)
+        return functional.linear(features_TF, self.layer.weights["fc.weight"])
 
     def step(self, hidden_TH: Tensor, token_T: Tensor, position_T: Tensor, cache: Cache) -> Tensor:
-        """Append T slots to the cache and return their states before the final norm."""
+        """States come before the final norm."""
         normed_TH = self.layer.norm(hidden_TH, "midlayer.hidden_norm")
         embedded_TH = self.layer.norm(self.embedding_VH[token_T].float(), "midlayer.input_layernorm")
         residual_TH = normed_TH if self.config["norm_before_residual"] else hidden_TH
         return self.layer(torch.cat((embedded_TH, normed_TH), dim=-1), residual_TH, position_T, cache)
+
+    def project(self, state_H: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        normed_H = self.layer.norm(state_H, "norm")
+        logits_V = functional.linear(normed_H, self.layer.weights["lm_head.weight"])
+        return logits_V, self.target_ids_V, normed_H if self.config["norm_output"] else state_H
 
 
 def read_eagle3(folder: Path, engine: str, facts: TargetFacts, embedding_VH: Tensor) -> ServedEagle3:
@@ -181,7 +167,7 @@ def config_tensor_problems(tensors: dict[str, Tensor], config: dict[str, Any]) -
     problems = tensor_problems(tensors, shapes, dtypes)
     if num_draft != vocab and not problems:
         ids_V = torch.arange(num_draft) + tensors["d2t"]
-        if not (ids_V.diff() > 0).all() or ids_V[0] < 0 or ids_V[-1] >= vocab:
+        if not ascending(ids_V, vocab):
             problems.append(f"arange + d2t is not strictly ascending within 0..{vocab - 1}: d2t must hold offsets")
         elif not torch.equal(tensors["t2d"].nonzero().squeeze(1), ids_V):
             problems.append("t2d does not mark the tokens that d2t maps to")

@@ -117,3 +117,8 @@ def tensor_problems(
         elif found.is_floating_point() and not found.isfinite().all():
             problems.append(f"tensor {name} holds values that are not finite")
     return sorted(problems)
+
+
+def ascending(ids_V: Tensor, vocab_size: int) -> bool:
+    """Whether a vocabulary map, as target ids, is strictly ascending and within the vocabulary."""
+    return bool((ids_V.diff() > 0).all()) and bool(ids_V[0] >= 0) and bool(ids_V[-1] < vocab_size)

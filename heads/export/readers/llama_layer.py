@@ -1,5 +1,6 @@
 """One Llama layer as engines compute it, behind whatever a layout feeds it, and the config fields that decide it."""
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -71,6 +72,44 @@ class LlamaLayer:
         cos_TR, sin_TR = (angle_TR.cos() * self.scaling)[:, None], (angle_TR.sin() * self.scaling)[:, None]
         a_TNR, b_TNR = x_TND.chunk(2, dim=-1)
         return torch.cat((a_TNR * cos_TR - b_TNR * sin_TR, b_TNR * cos_TR + a_TNR * sin_TR), dim=-1)
+
+
+class LlamaDrafter(ABC):
+    """A head of one such layer: every slot reads a feature and a token, every later one a state of its own instead."""
+
+    def __init__(self, config: dict[str, Any], tensors: dict[str, Tensor], prefix: str, embedding_VH: Tensor) -> None:
+        self.config, self.embedding_VH = config, embedding_VH
+        self.layer = LlamaLayer(config, tensors, prefix)
+
+    def chain(self, features_TF: Tensor, token_U: Tensor, drafted: list[int], depth: int) -> Tensor:
+        """Draft logits over the target's vocabulary, [depth, V], -inf where nothing can be drafted.
+
+        Slots hold target features and the tokens one later; step j > 0 reads the state of step j - 1 and `drafted[j - 1]`
+        (a target id) at the next position.
+        """
+        cache, rows, num_slots = self.layer.empty_cache(), [], len(token_U) - 1
+        state_H = self.step(self.fuse(features_TF.float()), token_U[1:], torch.arange(num_slots), cache)[-1]
+        for j in range(depth):
+            logits_V, target_ids_V, recycled_H = self.project(state_H)
+            row_V = torch.full((self.config["vocab_size"],), float("-inf"))
+            row_V[target_ids_V] = logits_V
+            rows.append(row_V)
+            if j + 1 < depth:
+                token_T, place_T = torch.tensor([drafted[j]]), torch.tensor([num_slots + j])
+                state_H = self.step(recycled_H[None], token_T, place_T, cache)[-1]
+        return torch.stack(rows)
+
+    def fuse(self, features_TF: Tensor) -> Tensor:
+        """What the first steps read of the target's features, [T, H]."""
+        return features_TF
+
+    @abstractmethod
+    def step(self, hidden_TH: Tensor, token_T: Tensor, position_T: Tensor, cache: Cache) -> Tensor:
+        """Append T slots to the cache and return their states [T, H]."""
+
+    @abstractmethod
+    def project(self, state_H: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Logits of the draft vocabulary, the target ids that they are of, and the state [H] that is recycled."""
 
 
 def rotary_frequencies(config: dict[str, Any]) -> tuple[Tensor, float]:

@@ -12,6 +12,7 @@ from torch.nn import functional
 
 from headstart.heads.export.readers.files import (
     DTYPES,
+    ascending,
     dtype_problems,
     key_problems,
     read_files,
@@ -99,10 +100,6 @@ def config_tensor_problems(tensors: dict[str, Tensor], config: dict[str, Any]) -
     if num_draft != vocab:
         shapes["token_map"], dtypes["token_map"] = (num_draft,), torch.int64
     problems = tensor_problems(tensors, shapes, dtypes)
-    if num_draft != vocab and not problems:
-        ids_V = tensors["token_map"]
-        if not (ids_V.diff() > 0).all() or ids_V[0] < 0 or ids_V[-1] >= vocab:
-            problems.append(
-                f"token_map is not strictly ascending within 0..{vocab - 1}: it must hold the ids themselves"
-            )
+    if num_draft != vocab and not problems and not ascending(tensors["token_map"], vocab):
+        problems.append(f"token_map is not strictly ascending within 0..{vocab - 1}: it must hold the ids themselves")
     return problems
