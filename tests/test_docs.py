@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from headstart.heads.export.scheme import LAYOUTS
 from headstart.launch.cli import build_parser
 from headstart.launch.recipe import built_in_recipes, find_recipe
 from headstart.launch.schema import keys
@@ -69,6 +70,20 @@ def test_links_and_make_targets_exist(path: Path) -> None:
     targets = {f"make {name}" for name in re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)}
     mentioned = {" ".join(["make", arguments[0]]) for arguments in commands(text, "make")}
     assert mentioned <= targets
+
+
+def test_the_engine_table_says_of_every_folder_that_is_written_how_it_was_checked() -> None:
+    """What no engine has had is never said to load."""
+    section = (
+        (ROOT / "docs/engines.md").read_text(encoding="utf-8").split("## What is served where")[1].split("\n## ")[0]
+    )
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in section.splitlines() if line.startswith("| ")]
+    assert {(row[0], row[1]) for row in rows[2:]} == {
+        (kind, engine) for kind, layout in LAYOUTS.items() for engine in layout.versions
+    }
+    for row in rows[2:]:
+        assert re.match(r"ran \([\d.]+\): |reader only \([\w., ]+\)$", row[3]), row
+        assert row[3].startswith("ran") or not re.search(r"\b(load|loads|loaded|served)\b", " ".join(row)), row
 
 
 def test_make_help_names_every_target() -> None:
