@@ -143,24 +143,37 @@ def _speed(record: dict[str, Any], evals: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+# What a folder is, by the form of its kind where there are several.
+HELD = {
+    "eagle3": "the head; shared with the target at load time: its token embedding. The target itself is untouched",
+    "eagle1": "the head; shared with the target at load time: its token embedding and its output layer. The target itself "
+    "is untouched",
+    "medusa": "the heads, which share nothing with the target. The target itself is untouched",
+    "draft": "a whole language model and the target's tokenizer; it reads the text alone, no states",
+    "shipped": "the target as it was, bit by bit, but for its MTP layer; a card of its own is TARGET_README.md",
+    "mimo": "the target as a Qwen2 with zero biases, else bit by bit as it was; with the MTP layer it is a MiMo; a card of "
+    "its own is TARGET_README.md",
+}
+# Of kinds that read states of the target: which token a state and a token give.
+ALIGNMENT = {
+    "eagle3": "slot t reads the target's taps of token t and the embedding of token t + 1, and predicts t + 2",
+    "eagle1": "slot t reads the target's final state of token t and the embedding of token t + 1, and predicts t + 2",
+    "medusa": "head j, from 0, reads the target's final state of token t and predicts t + 2 + j",
+    "mtp": "slot t reads the target's final state of token t and the embedding of token t + 1, and predicts t + 2; the next "
+    "slot reads the layer's own normed state",
+}
+
+
 def _contents(record: dict[str, Any]) -> str:
-    if record["kind"] == "mtp":
-        return _merged(record)
-    tensors = record["tensors"]
+    kind, tensors = record["kind"], record["tensors"]
     maps = [name for name in ("d2t", "t2d", "token_map") if name in tensors]
-    trained = sum(math.prod(shape) for name, shape in tensors.items() if name not in maps)
-    lines = ["## What is in the folder", ""]
-    if record["kind"] == "draft":
-        size = f"{trained / 1e6:.1f} M parameters, {record['dtype']}"
-        lines.append(
-            f"- a whole language model ({size}) and the target's tokenizer; it reads the text alone, no states"
-        )
-        return "\n".join(lines)
-    lines += [
-        f"- trained ({trained / 1e6:.1f} M parameters, {record['dtype']}): {', '.join(sorted(tensors.keys() - set(maps)))}",
-        f"- shared with the target at load time: {SHARED[record['kind']]}. The target itself is untouched",
-        f"- alignment: {ALIGNMENT[record['kind']]}",
-    ]
+    own = tensors.keys() - set(maps)
+    names = sorted({re.sub(r"\.experts\.\d+\.", ".experts.*.", name) for name in own})
+    size = f"{sum(math.prod(tensors[name]) for name in own) / 1e6:.1f} M parameters, {record['dtype']}"
+    lines = ["## What is in the folder", "", f"- {HELD[record.get('form', kind)]}"]
+    lines.append(f"- {size}" if kind == "draft" else f"- trained ({size}): {', '.join(names)}")
+    if kind in ALIGNMENT:
+        lines.append(f"- alignment: {ALIGNMENT[kind]}")
     if record["taps"]:
         lines.append(f"- taps: {record['taps']}; {record['tap_convention']}")
     if maps:
@@ -169,22 +182,7 @@ def _contents(record: dict[str, Any]) -> str:
             f"- draft vocabulary: {tensors[maps[0]][0]} tokens ({', '.join(maps)}: {ids}). Replies can hold every token: "
             "the rest is simply never drafted"
         )
-    if record["kind"] == "medusa":
-        lines.append("- vLLM serves Medusa heads in versions 0.27 to 0.32")
     return "\n".join(lines)
-
-
-# Of kinds that are exported alone: what they borrow, and which token a state and a token give.
-SHARED = {
-    "eagle3": "its token embedding",
-    "eagle1": "its token embedding and its output layer",
-    "medusa": "nothing",
-}
-ALIGNMENT = {
-    "eagle3": "slot t reads the target's taps of token t and the embedding of token t + 1, and predicts t + 2",
-    "eagle1": "slot t reads the target's final state of token t and the embedding of token t + 1, and predicts t + 2",
-    "medusa": "head j, from 0, reads the target's final state of token t and predicts t + 2 + j",
-}
 
 
 def _lengths(record: dict[str, Any]) -> str:
@@ -197,27 +195,6 @@ def _lengths(record: dict[str, Any]) -> str:
     )
     return (
         f"## Lengths\n\n- texts trained on: {seen}\n- positions written for: {record['context']}, the target's context"
-    )
-
-
-def _merged(record: dict[str, Any]) -> str:
-    """What a folder holds that is a target with its MTP layer."""
-    before = {
-        "shipped": "the target as it was, bit by bit, but for the tensors of its MTP layer",
-        "mimo": "the target as a Qwen2 with zero biases, else bit by bit as it was; with the MTP layer it is a MiMo",
-    }[record["form"]]
-    tensors = record["tensors"]
-    trained = sum(math.prod(shape) for shape in tensors.values())
-    names = sorted({re.sub(r"\.experts\.\d+\.", ".experts.*.", name) for name in tensors})
-    return "\n".join(
-        [
-            "## What is in the folder",
-            "",
-            f"- {before}; a card of its own is TARGET_README.md",
-            f"- trained ({trained / 1e6:.1f} M parameters, in the target's precisions): {', '.join(names)}",
-            "- alignment: slot t reads the target's final state of token t and the embedding of token t + 1, and predicts "
-            "t + 2; the next slot reads the layer's own normed state",
-        ]
     )
 
 

@@ -17,7 +17,7 @@ from headstart.heads.errors import WrongInput
 from headstart.heads.export.card import TARGET_CARD
 from headstart.heads.export.layer import decoder_config
 from headstart.heads.export.layout import Request
-from headstart.heads.export.shards import stored_bytes, write_shards
+from headstart.heads.export.shards import stored, write_shards
 from headstart.heads.facts import TargetFacts
 from headstart.heads.mtp import MTP
 from headstart.heads.shipped import BIASED, ENDS, INDEX, LAYOUTS, tensor_files
@@ -39,14 +39,18 @@ def write_mimo(head: MTP, source: Path, folder: Path, request: Request) -> dict[
         raise WrongInput(f"{source}: found no {EMBEDDING}, expected the target's tensors under their usual names.")
     embedding_VH = load(old, EMBEDDING)
     layer = {name: tensor.to(embedding_VH.dtype) for name, tensor in trained_layer(head).items()}
-    rows = {name: stored_rows(old, name) for name in old} | {name: len(tensor) for name, tensor in layer.items()}
-    stems = [name.removesuffix(".weight") for name in rows if name.endswith(tuple(f"{part}.weight" for part in BIASED))]
+    held = {name: told for file in sorted(set(old.values())) for name, told in stored(file).items()}
+    shapes = {name: shape for name, (shape, _) in held.items()} | {name: tensor.shape for name, tensor in layer.items()}
+    stems = [
+        name.removesuffix(".weight") for name in shapes if name.endswith(tuple(f"{part}.weight" for part in BIASED))
+    ]
     biases = {
-        f"{stem}.bias": embedding_VH.new_zeros(rows[f"{stem}.weight"]) for stem in stems if f"{stem}.bias" not in rows
+        f"{stem}.bias": embedding_VH.new_zeros(shapes[f"{stem}.weight"][0])
+        for stem in stems
+        if f"{stem}.bias" not in shapes
     }
     own = layer | biases | ({} if OUTPUT in old else {OUTPUT: embedding_VH})
-    sizes = {name: size for file in sorted(set(old.values())) for name, size in stored_bytes(file).items()}
-    sizes |= {name: tensor.nbytes for name, tensor in own.items()}
+    sizes = {name: size for name, (_, size) in held.items()} | {name: tensor.nbytes for name, tensor in own.items()}
     write_shards(
         folder,
         sizes,
@@ -64,13 +68,6 @@ def load(places: dict[str, Path], name: str) -> Tensor:
     with safe_open(places[name], framework="pt") as file:
         tensor: Tensor = file.get_tensor(name)
     return tensor
-
-
-def stored_rows(places: dict[str, Path], name: str) -> int:
-    """The first dimension of a tensor, without reading it."""
-    with safe_open(places[name], framework="pt") as file:
-        shape: list[int] = file.get_slice(name).get_shape()
-    return shape[0] if shape else 0
 
 
 def mimo_config(facts: TargetFacts, source: Path, dtype: str) -> dict[str, Any]:

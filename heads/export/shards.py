@@ -41,9 +41,11 @@ def write_shards(
     write_json(folder / INDEX, {"metadata": {"total_size": sum(sizes.values())}, "weight_map": places})
 
 
-def stored_bytes(file: Path) -> dict[str, int]:
-    """Bytes of every tensor in a safetensors file, told by its header."""
+def stored(file: Path) -> dict[str, tuple[list[int], int]]:
+    """Shape and bytes of every tensor in a safetensors file, told by its header."""
     with file.open("rb") as stream:
         header = json.loads(stream.read(int.from_bytes(stream.read(8), "little")))
-    spans = {name: entry["data_offsets"] for name, entry in header.items() if name != "__metadata__"}
-    return {name: end - begin for name, (begin, end) in spans.items()}
+    entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
+    return {
+        name: (entry["shape"], entry["data_offsets"][1] - entry["data_offsets"][0]) for name, entry in entries.items()
+    }
