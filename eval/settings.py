@@ -62,10 +62,6 @@ class EvalSettings:
     def conflicts(self) -> Conflicts:
         if self.vocab_sizes != sorted(set(self.vocab_sizes)):
             yield "vocab_sizes", f"found {self.vocab_sizes}, expected numbers, ascending and without repeats"
-        for name in ("draft_lengths", "speed_draft_lengths", "concurrency"):
-            numbers = getattr(self, name)
-            if not numbers or numbers != sorted(set(numbers)):
-                yield name, f"found {numbers}, expected one or more numbers, ascending and without repeats"
         for i, tree in enumerate(self.trees):
             if not tree or tree in self.trees[:i]:
                 yield (
@@ -76,6 +72,10 @@ class EvalSettings:
                 yield "trees", f"found {tree} with {num_nodes} nodes, expected at most {MAX_NODES}"
         if self.draft_lengths and self.draft_length not in self.draft_lengths:
             yield "draft_length", f"found {self.draft_length}, expected one of draft_lengths = {self.draft_lengths}"
+        for name in ("draft_lengths", "speed_draft_lengths", "concurrency"):
+            numbers = getattr(self, name)
+            if not numbers or numbers != sorted(set(numbers)):
+                yield name, f"found {numbers}, expected one or more numbers, ascending and without repeats"
 
 
 Engine = Literal["vllm", "speculators", "sglang", "trtllm", "llamacpp", "transformers"]

@@ -280,8 +280,8 @@ def speed_text(speed: dict[str, Any]) -> str:
     ]
     if plain_below_generate(speed):
         text.append(
-            "FAILS: plain decoding is slower than transformers.generate, so no speedup above counts; measure again with "
-            "nothing beside it (`headstart eval RUN --speed`), and where times are milliseconds with more eval.speed_prompts"
+            "plain decoding is slower than transformers.generate, so no speedup above counts; measure again with nothing "
+            "beside it (`headstart eval RUN --speed`), and where times are milliseconds with more eval.speed_prompts"
         )
     text += recommended_text(speed)
     kind = speed["checkpoint"]["kind"]

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 Conflicts = Iterator[tuple[str, str]]
 """What a settings class's `conflicts()` yields: a field's name (dotted for a nested one), and what is wrong with it.
 
-It runs once every field by itself is right, so it speaks only about values that do not go together.
+It speaks only about values that do not go together: where it reads a field that is wrong by itself, it is asked no further.
 """
 
 

@@ -1,6 +1,5 @@
 """What `ls` and `env` print: recipes, runs, head kinds, settings, and where this installation stands."""
 
-import os
 import platform
 import shutil
 from collections.abc import Iterator
@@ -103,21 +102,20 @@ def headline(folder: Path) -> str:
 
 def show_environment() -> None:
     """Print versions, hardware and folders."""
+    import torch
+
     from headstart.eval.speed import cpu_name
     from headstart.heads.made_targets import cache_folder
+    from headstart.launch.needs import device_memory
 
     cores, reason = usable_cores()
     rows = {**versions(), "platform": platform.platform(), "cpu": cpu_name(), "threads": f"{cores} ({reason})"}
-    rows["memory"] = f"{memory_bytes() / 2**30:.1f} GiB"
+    rows["memory"] = f"{(device_memory(torch.device('cpu')) or 0) / 2**30:.1f} GiB"
     rows["accelerator"] = accelerator()
     rows["cache"] = f"{cache_folder()} (HEADSTART_CACHE)"
     rows["disk free here"] = f"{shutil.disk_usage('.').free / 2**30:.1f} GiB"
     for name, value in rows.items():
         print(f"{name.ljust(14)}  {value}")
-
-
-def memory_bytes() -> int:
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def accelerator() -> str:

@@ -90,12 +90,16 @@ def memory_rows(needs: Needs) -> list[tuple[str, str, str]]:
     """The table of a plan: name, value, remark."""
     in_each = ", ".join(f"{gigabytes(size)} in {name}" for name, size in sorted(needs.target.items()))
     return [
-        ("target", f"{needs.num_parameters / 1e9:,.2f} B parameters", in_each),
+        ("target", parameters(needs.num_parameters), in_each),
         ("cache", gigabytes(needs.cache), "keys and values of the replies that are generated at once"),
-        ("head", f"{needs.num_trained / 1e6:,.1f} M parameters", f"{gigabytes(needs.head)} with gradients and moments"),
+        ("head", parameters(needs.num_trained), f"{gigabytes(needs.head)} with gradients and moments"),
         ("in all", gigabytes(needs.total), "beside what a pass or a step takes for the moment"),
         ("here", "unknown" if needs.memory is None else gigabytes(needs.memory), here(needs)),
     ]
+
+
+def parameters(number: int) -> str:
+    return f"{number / 1e9:,.2f} B parameters" if number >= 1e9 else f"{number / 1e6:,.1f} M parameters"
 
 
 def here(needs: Needs) -> str:

@@ -201,7 +201,10 @@ def override(root: Found, text: str, problems: list[Problem]) -> Found:
     if not equals or not dotted.strip():
         problems.append(Problem(place, "", "expected key=value, such as train.num_steps=200"))
         return root
+    before = len(problems)
     leaf = parse(value, place, problems, base=Path.cwd())
+    if len(problems) > before:
+        return root
 
     def laid_over(found: Found | None, parts: list[str]) -> Found:
         if not parts:

@@ -7,6 +7,7 @@ import math
 import re
 import textwrap
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -135,6 +136,28 @@ def nearest(word: str, known: list[str]) -> str | None:
     return initials[0] if initials else None
 
 
+class Unknown(Exception):
+    """A value is asked for that is wrong itself."""
+
+
+class Known:
+    """A section as its `conflicts()` reads it. A value in `wrong` ends the search: of the default that stands in for it,
+    nothing follows about the recipe."""
+
+    def __init__(self, settings: Any, path: str, wrong: frozenset[str]) -> None:
+        self._settings, self._path, self._wrong = settings, path, wrong
+
+    def __getattr__(self, name: str) -> Any:
+        path = f"{self._path}{name}"
+        if path in self._wrong:
+            raise Unknown
+        found = getattr(type(self._settings), name, None)
+        if isinstance(found, property):
+            return found.__get__(self)
+        value = getattr(self._settings, name)
+        return Known(value, f"{path}.", self._wrong) if is_dataclass(value) else value
+
+
 class Builder:
     """Builds settings from located values and collects every problem on the way."""
 
@@ -142,6 +165,7 @@ class Builder:
         self.base = base
         self.all_keys = [key.path for key in keys(root)]
         self.problems: list[Problem] = []
+        self.wrong: set[str] = set()  # paths of the values with a problem
 
     def section(
         self, cls: type, found: Found | None, path: str = "", owners: dict[str, list[str]] | None = None
@@ -150,7 +174,6 @@ class Builder:
 
         `owners` names the options that have a key, where `cls` is one of several.
         """
-        before = len(self.problems)
         given = self._mapping(found, path)
         hints = get_type_hints(cls, include_extras=True)
         prefix = f"{path}." if path else ""
@@ -168,9 +191,10 @@ class Builder:
                 if value is not ABSENT:
                     values[name] = value
         settings = cls(**values)
-        if len(self.problems) == before and hasattr(settings, "conflicts"):
-            for name, message in settings.conflicts():
-                self._report(self._place(given, name, found), prefix + name, message)
+        if hasattr(cls, "conflicts"):
+            with suppress(Unknown):
+                for name, message in cls.conflicts(Known(settings, prefix, frozenset(self.wrong))):
+                    self._report(self._place(given, name, found), prefix + name, message)
         return settings
 
     def _chosen(self, choice: Choice, found: Found | None, path: str) -> Any:
@@ -180,6 +204,7 @@ class Builder:
         if named is not None:
             name = self._value(Literal[tuple(choice.options)], named, f"{path}.{choice.key}")
             if name is ABSENT:
+                self.wrong.add(path)
                 return next(iter(choice.options.values()))()
         owners: dict[str, list[str]] = {}
         for other, option in choice.options.items():
@@ -251,6 +276,7 @@ class Builder:
 
     def _report(self, where: str, path: str, message: str) -> Any:
         self.problems.append(Problem(where, path, message))
+        self.wrong.add(path.partition("[")[0])
         return ABSENT
 
 

@@ -106,6 +106,18 @@ BAD_RECIPES = [
     ("traffic: {top_p: 0}", ["traffic.top_p: found 0, expected more than 0 and at most 1"]),
     ("traffic: {top_p: 1.5}", ["traffic.top_p: found 1.5, expected more than 0 and at most 1"]),
     ("traffic: {top_p: 0.9}", ["traffic.top_p: found 0.9 with temperature 0: greedy replies take no filter"]),
+    ("traffic: {temperature: hot, top_p: 0.9}", ["traffic.temperature: found 'hot', expected a number"]),
+    ("head: {kind: medusa, num_heads: few}", ["head.num_heads: found 'few', expected a whole number"]),
+    (
+        "traffic: {slots: 0, top_p: 0.9}\neval: {draft_lengths: [1, 2], concurrency: [x]}\nhead: {kind: medusa}",
+        [
+            "mine.yaml:1: traffic.slots: found 0, expected at least 1",
+            "mine.yaml:1: traffic.top_p: found 0.9 with temperature 0: greedy replies take no filter",
+            "mine.yaml:1: train.depth: found 3, expected head.num_heads = 4",
+            "mine.yaml:2: eval.concurrency[0]: found 'x', expected a whole number",
+            "mine.yaml:2: eval.draft_length: found 4, expected one of draft_lengths = [1, 2]",
+        ],
+    ),
     ("traffic: {temperature: .nan}", ["traffic.temperature: found nan, expected a number"]),
     ("train: {depth: 0}", ["train.depth: found 0, expected at least 1"]),
     ("train: {depth: null}", ["train.depth: found nothing, expected a whole number"]),
@@ -183,6 +195,7 @@ def test_overrides_win_over_the_recipe_and_the_recipe_over_defaults(tmp_path: Pa
 def test_problems_of_overrides_stand_beside_those_of_the_file(tmp_path: Path) -> None:
     path = write(tmp_path, "train:\n  depth: 0\n")
     reported = problems_of(path, "train.steps=3", "depth", "traffic.slots=[", "traffic.chunk=none")
+    assert len(reported) == 5, reported
     for line in (
         "command line `depth`: expected key=value",
         "command line `traffic.slots=[`: not YAML",
