@@ -130,16 +130,14 @@ class Bench:
     def decode(self, sampling: Any, draft: Any, length: int, number: int, occasion: str, batch: int = 0) -> list[Any]:
         from headstart.eval.decode import decode
         from headstart.eval.drafters import HeadDrafter
+        from headstart.eval.speculation import Speculation
 
         return decode(
             self.target,
             self.prompts[:number],
-            HeadDrafter(self.head) if length else None,
-            length,
+            Speculation(HeadDrafter(self.head) if length else None, length, sampling, draft),
             self.options.new_tokens,
             batch=batch or self.options.batch,
-            sampling=sampling,
-            draft=draft,
             request_ids=[f"{occasion}/{draft}/{path.prompt_id}" for path in self.paths[:number]],
         )
 

@@ -19,20 +19,18 @@ to be asked again after every draft.
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Literal
 
 import torch
 from torch import Tensor
 
-from headstart.eval.drafters import Drafter, Proposal, Session, padded
+from headstart.eval.drafters import Proposal, Session, padded
 from headstart.eval.judge import Judge, new_judge
-from headstart.eval.parts import SOUND, Parts
-from headstart.eval.replies import Append, Reply
-from headstart.eval.tree_drafts import Shape, num_slots
-from headstart.eval.verify import Rule, Uniforms
+from headstart.eval.replies import Reply
+from headstart.eval.speculation import Speculation
+from headstart.eval.verify import Uniforms
 from headstart.heads.cache import LENGTH_STEP, PositionCache
 from headstart.heads.errors import WrongInput
-from headstart.heads.sampling import Sampling, request_generator
+from headstart.heads.sampling import request_generator
 from headstart.heads.target import States, Target
 
 
@@ -57,35 +55,22 @@ class Clock:
 def decode(
     target: Target,
     prompts: Sequence[Sequence[int]],
-    drafter: Drafter | None,
-    draft_length: int,
+    way: Speculation,
     max_new_tokens: int,
     stop_ids: Sequence[int] | None = None,
-    batch: int = 1,
-    whole_blocks: bool = False,
-    progress: Callable[[int, int], None] | None = None,
     *,
-    sampling: Sampling | None = None,
-    draft: Literal["greedy", "sampled"] = "greedy",
-    rule: str | Rule = "tokens",
+    batch: int = 1,
     seed: int = 0,
     request_ids: Sequence[str] | None = None,
-    tree: Shape | None = None,
-    parts: Parts = SOUND,
+    progress: Callable[[int, int], None] | None = None,
 ) -> list[Reply]:
-    """Decode prompts (token ids), `batch` at a time; no drafter or draft length 0 is plain decoding.
+    """Decode prompts (token ids), `batch` at a time.
 
     Args:
         stop_ids: tokens that end a reply; default: the target's.
-        whole_blocks: draft past the token limit as engines do, for counting by their rule; greedy replies are the same.
-        progress: called with (finished, all) requests after every batch.
-        sampling: the target's law; default: greedy. Temperature 0 leaves no room for draft, rule, seed and request_ids.
-        draft: `sampled` draws drafts from the drafter's softmax at the target's temperature, where it has one.
-        rule: a rule of `verify.py`, by name or itself.
         seed, request_ids: what a request's random numbers come from; by default its index is its id. A reply does not
             depend on the batch size or on the order of requests.
-        tree: what is drafted instead of a chain, cut at `draft_length` deep. Its children are judged by rule `tokens`.
-        parts: what a seeded fault replaces.
+        progress: called with (finished, all) requests after every batch.
 
     Raises:
         WrongInput: an empty prompt, one that leaves no room in the target's context, or a tree asked of a drafter of chains.
@@ -98,26 +83,13 @@ def decode(
                 f"context of {context}.\nShorten the prompt, or choose a target with a longer context."
             )
     stops = set(target.facts.stop_ids if stop_ids is None else stop_ids)
-    sampling = sampling or Sampling()
     names = [str(i) for i in range(len(prompts))] if request_ids is None else list(request_ids)
     order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]), reverse=True)
     replies: list[Reply | None] = [None] * len(prompts)
     for begin in range(0, len(order), batch):
         group = order[begin : begin + batch]
-        chances = [Uniforms(request_generator(names[i], seed)) for i in group]
-        judge = new_judge(sampling, draft, draft_length, rule, chances, tree, parts)
-        decoded = decode_batch(
-            target,
-            [list(prompts[i]) for i in group],
-            drafter,
-            draft_length,
-            max_new_tokens,
-            stops,
-            whole_blocks,
-            judge,
-            draft_length if tree is None else num_slots(tree),
-            parts.append,
-        )
+        judge = new_judge(way, [Uniforms(request_generator(names[i], seed)) for i in group])
+        decoded = decode_batch(target, [list(prompts[i]) for i in group], way, judge, max_new_tokens, stops)
         for i, reply in zip(group, decoded, strict=True):
             replies[i] = reply
         if progress is not None:
@@ -128,22 +100,18 @@ def decode(
 def decode_batch(
     target: Target,
     prompts: list[list[int]],
-    drafter: Drafter | None,
-    draft_length: int,
+    way: Speculation,
+    judge: Judge,
     max_new_tokens: int,
     stop_ids: set[int],
-    whole_blocks: bool,
-    judge: Judge,
-    draft_slots: int,
-    append: Append,
 ) -> list[Reply]:
-    """Decode requests that run together from prefill to the end of the longest reply; drafts take up to `draft_slots`."""
+    """Decode requests that run together from prefill to the end of the longest reply."""
     clock = Clock(target.device)
     began = clock.now()
     context = target.facts.max_position
     limits = [min(max_new_tokens, context - len(prompt)) for prompt in prompts]
-    room = max(len(prompt) for prompt in prompts) + max_new_tokens + draft_slots + 1
-    cache = target.new_cache(len(prompts), min(room, context + draft_slots))
+    room = max(len(prompt) for prompt in prompts) + max_new_tokens + way.num_slots + 1
+    cache = target.new_cache(len(prompts), min(room, context + way.num_slots))
     replies = [Reply() for _ in prompts]
     states, last_BH = prefill(target, prompts, cache)
     first_tokens = judge.first_tokens(target.logits(last_BH))
@@ -151,17 +119,13 @@ def decode_batch(
         reply.token_ids.append(token)
         reply.finish_reason = "stop" if token in stop_ids else "length" if limit == 1 else ""
         reply.first_token_s = reply.total_s = clock.now() - began
-    session = drafter.start(prompts, first_tokens, states, room) if drafter and draft_length else None
+    session = way.drafter.start(prompts, first_tokens, states, room) if way.drafter and way.draft_length else None
     active = list(range(len(prompts)))  # request of each batch row
     while active := leave_finished(active, replies, prompts, cache, session):
         clock.lap()
         position = [len(prompts[i]) + len(replies[i].token_ids) - 1 for i in active]
-        caps = [
-            draft_cap(
-                p, draft_length, None if whole_blocks else limits[i] - len(replies[i].token_ids), context, drafter
-            )
-            for p, i in zip(position, active, strict=True)
-        ]
+        left = [None if way.whole_blocks else limits[i] - len(replies[i].token_ids) for i in active]
+        caps = [draft_cap(way, p, remaining, context) for p, remaining in zip(position, left, strict=True)]
         if session is not None and max(caps) > 0:
             proposal = judge.propose(session, active, caps)
         else:
@@ -179,7 +143,7 @@ def decode_batch(
         states = keep_path(states, cache, position, proposal, blocks)
         verify_s = clock.lap()
         for row, i in enumerate(active):
-            append(replies[i], blocks[row], proposal.depth_below(row, blocks[row]), limits[i], stop_ids)
+            way.parts.append(replies[i], blocks[row], proposal.depth_below(row, blocks[row]), limits[i], stop_ids)
         if session is not None:
             session.accept(states, blocks)
             draft_s += clock.lap()
@@ -225,13 +189,13 @@ def keep_path(
     return States(states.taps[row_B1, path_BK], states.final[row_B1, path_BK])
 
 
-def draft_cap(position: int, draft_length: int, remaining: int | None, context: int, drafter: Drafter | None) -> int:
+def draft_cap(way: Speculation, position: int, remaining: int | None, context: int) -> int:
     """How many tokens may be drafted after `position`: within the reply, the target's context and the drafter's."""
-    cap = min(draft_length, context - 1 - position)
+    cap = min(way.draft_length, context - 1 - position)
     if remaining is not None:
         cap = min(cap, remaining)
-    if drafter is not None and drafter.max_position is not None:
-        cap = min(cap, drafter.max_position - position + 1)  # the first draft is made one slot before `position`
+    if way.drafter is not None and way.drafter.max_position is not None:
+        cap = min(cap, way.drafter.max_position - position + 1)  # the first draft is made one slot before `position`
     return max(cap, 0)
 
 

@@ -24,6 +24,7 @@ from headstart.eval.file_reader import read_eval
 from headstart.eval.gate import of_checkpoint, read_evals
 from headstart.eval.identity import Rescorer
 from headstart.eval.llamacpp_engine import open_llamacpp
+from headstart.eval.speculation import Speculation
 from headstart.eval.timings import balanced
 from headstart.eval.vllm_engine import open_vllm
 from headstart.heads.builtin import resolve_model
@@ -85,8 +86,8 @@ def compare_export(
         )
     with as_written(head, folder, record) as written:
         # Packed while rounded: the layout does not follow its weights.
-        drafter = HeadDrafter(written.pack())
-        live = decode(target, prompts, drafter, draft_length, max_new_tokens, batch=8, whole_blocks=True)
+        way = Speculation(HeadDrafter(written.pack()), draft_length, whole_blocks=True)
+        live = decode(target, prompts, way, max_new_tokens, batch=8)
     served = folder if record["kind"] in WHOLE else resolve_model(record["target"]["name"])
     requests = Requests(served, prompts, max_new_tokens, target.facts.stop_ids)
     plain, drafted = engine.decode(requests), engine.decode(requests, Drafts(folder, record["kind"], draft_length))

@@ -1,8 +1,11 @@
 """What a head accepts on held-out replies: figures of one sampling setting, and of others beside it."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from pathlib import Path as FilePath
 from typing import Any
+
+import numpy as np
 
 from headstart.eval.acceptance import ReplyAcceptance, accept_len_interval, count_replies, drafts_acceptance
 from headstart.eval.contexts import by_context
@@ -14,11 +17,36 @@ from headstart.eval.subject import Subject
 from headstart.eval.target_law import TargetLaw
 from headstart.eval.tree_acceptance import tree_rows, trees_of
 from headstart.heads.errors import WrongInput
+from headstart.heads.features import FeatureReader
 from headstart.heads.intervals import interval_text
 from headstart.heads.paths import UNKNOWN, Path
 from headstart.heads.store import hash_json
 
 PREVIOUS = "previous"  # the head in use so far, as a drafter
+
+
+@dataclass(frozen=True)
+class Heldout:
+    """The held-out replies of a run, and what a head is compared with on them."""
+
+    paths: Sequence[Path]
+    """Recorded at one sampling setting."""
+    dtype: str = "float32"
+    """Precision they were recorded in, which the target is measured in too: what rounding made of them must not be held
+    against a decoder. Only figures in float32 are proved."""
+    max_new_tokens: int = 0
+    """Their limit; 0 takes the longest."""
+    features: FeatureReader | None = None
+    """The target's states on them; where it holds none in `dtype`, the target reads the replies again."""
+    routes: Sequence[str] = ()
+    """Routes that prompts carry; one without replies is shown as empty."""
+    others: Sequence[Sequence[Path]] = ()
+    """Replies to the same prompts at other sampling settings, one list a setting: their rows stand beside the own ones,
+    and the live part decodes at their settings too. They decide no verdict."""
+    vocabularies: Sequence[np.ndarray] = ()
+    """Token ids of smaller draft vocabularies that the head is measured with too."""
+    previous: FilePath | None = None
+    """Checkpoint folder of a head that is measured on the same replies and compared with."""
 
 
 def check_paths(paths: Sequence[Path]) -> None:

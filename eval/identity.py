@@ -19,6 +19,7 @@ from headstart.eval.acceptance import ReplyAcceptance
 from headstart.eval.decode import decode
 from headstart.eval.drafters import HeadDrafter
 from headstart.eval.replies import Reply
+from headstart.eval.speculation import PLAIN, Speculation
 from headstart.heads.batch import Batch
 from headstart.heads.contract import Head
 from headstart.heads.target import Target
@@ -161,8 +162,10 @@ def tree_identity(
     target: Target, head: Head, prompts: Sequence[Sequence[int]], max_new_tokens: int, tree: Tree, batch: int
 ) -> dict[str, Any]:
     """The check for a tree of greedy drafts, against plain decoding of the same prompts."""
-    plain = decode(target, prompts, None, 0, max_new_tokens, batch=batch)
-    drafted = decode(target, prompts, HeadDrafter(head), tree.depth, max_new_tokens, batch=batch, tree=tree)
+    plain = decode(target, prompts, PLAIN, max_new_tokens, batch=batch)
+    drafted = decode(
+        target, prompts, Speculation(HeadDrafter(head), tree.depth, tree=tree), max_new_tokens, batch=batch
+    )
     check = identity_check(
         Rescorer(target),
         [str(i) for i in range(len(prompts))],

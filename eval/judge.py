@@ -6,11 +6,10 @@ import numpy as np
 from torch import Tensor
 
 from headstart.eval.drafters import DraftSampler, Growth, Proposal, SamplingSession, Session, TreeSession
-from headstart.eval.parts import SOUND, Parts
-from headstart.eval.tree_drafts import Shape, new_growth
-from headstart.eval.verify import RULES, Rule, Uniforms, verify_tokens
+from headstart.eval.speculation import Speculation
+from headstart.eval.tree_drafts import new_growth
+from headstart.eval.verify import RULES, Uniforms
 from headstart.heads.errors import WrongInput
-from headstart.heads.sampling import Sampling
 
 
 def propose_tree(session: Session, growth: Growth) -> Proposal:
@@ -38,8 +37,8 @@ class Judge(Protocol):
 class GreedyJudge:
     """Temperature 0: the largest logit, over the whole batch at once."""
 
-    def __init__(self, tree: Shape | None, parts: Parts) -> None:
-        self.tree, self.parts = tree, parts
+    def __init__(self, way: Speculation) -> None:
+        self.tree, self.parts = way.tree, way.parts
 
     def first_tokens(self, logits_BV: Tensor) -> list[int]:
         return logits_BV.argmax(-1).tolist()
@@ -56,18 +55,10 @@ class GreedyJudge:
 class SampledJudge:
     """Temperature above 0: every request has its own random numbers, used up in an order that depends on it alone."""
 
-    def __init__(
-        self,
-        sampling: Sampling,
-        sampled_drafts: bool,
-        draft_length: int,
-        rule: Rule,
-        chances: list[Uniforms],
-        tree: Shape | None,
-        parts: Parts,
-    ) -> None:
-        self.sampling, self.sampled_drafts, self.draft_length = sampling, sampled_drafts, draft_length
-        self.rule, self.chances, self.tree, self.parts = rule, chances, tree, parts
+    def __init__(self, way: Speculation, chances: list[Uniforms]) -> None:
+        self.sampling, self.draft_length, self.tree, self.parts = way.sampling, way.draft_length, way.tree, way.parts
+        self.sampled_drafts, self.chances = way.draft == "sampled", chances
+        self.rule = RULES[way.rule] if isinstance(way.rule, str) else way.rule
 
     def target_law(self, logits: Tensor) -> Tensor:
         """What the target samples by [.., V], on the CPU."""
@@ -120,21 +111,6 @@ class SampledJudge:
         ]
 
 
-def new_judge(
-    sampling: Sampling,
-    draft: str,
-    draft_length: int,
-    rule: str | Rule,
-    chances: list[Uniforms],
-    tree: Shape | None = None,
-    parts: Parts = SOUND,
-) -> Judge:
-    """The judge of one batch; `chances` are those of its requests, the other arguments as of `decode`."""
-    if draft not in ("greedy", "sampled"):
-        raise ValueError(f"draft is {draft!r}, expected greedy or sampled")
-    if tree is not None and rule not in ("tokens", verify_tokens):
-        raise ValueError(f"rule is {rule!r}, but trees are judged child by child: expected tokens")
-    if sampling.temperature == 0:
-        return GreedyJudge(tree, parts)
-    chosen = RULES[rule] if isinstance(rule, str) else rule
-    return SampledJudge(sampling, draft == "sampled", draft_length, chosen, chances, tree, parts)
+def new_judge(way: Speculation, chances: list[Uniforms]) -> Judge:
+    """The judge of one batch; `chances` are those of its requests."""
+    return GreedyJudge(way) if way.sampling.temperature == 0 else SampledJudge(way, chances)

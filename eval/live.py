@@ -8,6 +8,7 @@ from headstart.eval.decode import decode
 from headstart.eval.drafters import HeadDrafter
 from headstart.eval.identity import Rescorer, first_unequal_step, identity_check, is_draft_tie
 from headstart.eval.replies import Reply, live_counts
+from headstart.eval.speculation import PLAIN, Speculation
 from headstart.eval.subject import Subject
 from headstart.eval.timings import balanced, generate
 from headstart.heads.paths import Path
@@ -30,13 +31,12 @@ def measure_live(
     limit = max(path.num_reply_tokens for path in paths)
     length, batch = settings.draft_length, settings.live_batch
 
-    live = decode(
-        target, prompts, HeadDrafter(head), length, limit, batch=batch, whole_blocks=True, progress=told(subject)
-    )
+    way = Speculation(HeadDrafter(head), length, whole_blocks=True)
+    live = decode(target, prompts, way, limit, batch=batch, progress=told(subject))
     rows = live_rows(subject, paths, live)
     rescorer = Rescorer(target)
     few = slice(0, IDENTITY_PROMPTS)
-    plain = decode(target, prompts[few], None, 0, limit, batch=batch)
+    plain = decode(target, prompts[few], PLAIN, limit, batch=batch)
     replies = {
         ("recorded", length): [reply.token_ids for reply in live],
         ("recorded", 0): [reply.token_ids for reply in plain],

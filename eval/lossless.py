@@ -13,7 +13,7 @@ thousand evaluations.
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import product
 from typing import Any, Literal
 
@@ -22,13 +22,12 @@ import torch
 from torch import Tensor
 
 from headstart.eval.decode import decode
-from headstart.eval.drafters import Drafter, HeadDrafter
+from headstart.eval.drafters import HeadDrafter
 from headstart.eval.enumeration import SAMPLERS, DynamicTreeDecoder, Toy, ToyDecoder, TreeDecoder, compare
 from headstart.eval.identity import tree_identity
 from headstart.eval.law_tests import LEVEL, MIN_EXPECTED, chi_square, chi_square_p, martingale, surprise
-from headstart.eval.parts import SOUND, Parts
+from headstart.eval.speculation import Speculation
 from headstart.eval.subject import Subject
-from headstart.eval.tree_drafts import Shape
 from headstart.eval.verify import RULES, Rule, verify_tokens
 from headstart.heads.sampling import Sampling, filtered_probabilities
 from headstart.heads.target import Target
@@ -87,51 +86,34 @@ def check_entry(
 
 
 @dataclass(frozen=True)
-class Speculation:
-    """One way of speculative sampling on a real target, whose output is to be judged."""
+class Decoder:
+    """The reference decoder on a real target, speculating one way, whose sampled replies are to be judged."""
 
     target: Target
-    drafter: Drafter | None  # None: plain decoding
-    sampling: Sampling
-    draft: Literal["greedy", "sampled"] = "greedy"
-    draft_length: int = 4
-    rule: str | Rule = "tokens"
+    way: Speculation
     batch: int = 8
     seed: int = 0
-    parts: Parts = SOUND
-    tree: Shape | None = None
 
     def replies(self, names: Sequence[str], prompts: Sequence[list[int]], max_new_tokens: int) -> list[list[int]]:
         """One reply a prompt; the random numbers of each belong to its name."""
         replies = decode(
-            self.target,
-            prompts,
-            self.drafter,
-            self.draft_length if self.drafter else 0,
-            max_new_tokens,
-            batch=self.batch,
-            sampling=self.sampling,
-            draft=self.draft,
-            rule=self.rule,
-            seed=self.seed,
-            request_ids=names,
-            tree=self.tree,
-            parts=self.parts,
+            self.target, prompts, self.way, max_new_tokens, batch=self.batch, seed=self.seed, request_ids=names
         )
         return [reply.token_ids for reply in replies]
 
     def entry(self, name: str, **values: Any) -> dict[str, Any]:
+        way, rule = self.way, self.way.rule
         return check_entry(
             name,
             target=self.target.facts.name,
             dtype=str(self.target.dtype).removeprefix("torch."),
-            sampling=self.sampling,
-            draft=self.draft,
-            shape="tree" if self.tree else "chain",
-            draft_length=self.draft_length if self.drafter else 0,
+            sampling=way.sampling,
+            draft=way.draft,
+            shape="tree" if way.tree else "chain",
+            draft_length=way.draft_length,
             batch=self.batch,
-            drafter=self.drafter.name if self.drafter else "plain",
-            rule=self.rule if isinstance(self.rule, str) else getattr(self.rule, "__name__", type(self.rule).__name__),
+            drafter=way.drafter.name if way.drafter else "plain",
+            rule=rule if isinstance(rule, str) else getattr(rule, "__name__", type(rule).__name__),
             **values,
         )
 
@@ -183,10 +165,10 @@ def count_cells(replies: Sequence[Sequence[int]], cells: dict[Cell, float]) -> n
 
 
 def num_wrong_ends(
-    way: Speculation, prompts: Sequence[list[int]], replies: Sequence[list[int]], max_new_tokens: int
+    decoder: Decoder, prompts: Sequence[list[int]], replies: Sequence[list[int]], max_new_tokens: int
 ) -> int:
     """Replies that end elsewhere than at their first stop token, the token limit or the end of the context."""
-    stops, context = set(way.target.facts.stop_ids), way.target.facts.max_position
+    stops, context = set(decoder.target.facts.stop_ids), decoder.target.facts.max_position
     wrong = 0
     for prompt, reply in zip(prompts, replies, strict=True):
         most = min(max_new_tokens, context - len(prompt))
@@ -195,7 +177,7 @@ def num_wrong_ends(
 
 
 def first_tokens_check(
-    way: Speculation, prompts: Sequence[list[int]], num_samples: int, num_tokens: int = NUM_FIRST_TOKENS
+    decoder: Decoder, prompts: Sequence[list[int]], num_samples: int, num_tokens: int = NUM_FIRST_TOKENS
 ) -> dict[str, Any]:
     """Joint law of the first reply tokens of a few prompts against the target's own, by chi-square.
 
@@ -204,29 +186,28 @@ def first_tokens_check(
     the speculative one. Each prompt has `num_samples` / len(prompts) samples and its own degrees of freedom; they add.
     """
     each = max(num_samples // len(prompts), 1)
-    stop_ids = way.target.facts.stop_ids
+    target, way = decoder.target, decoder.way
     statistic, dof, largest, total, num_impossible = 0.0, 0, 0.0, 0, 0
     for i, prompt in enumerate(prompts):
 
         @torch.inference_mode()
         def next_laws(sequences: list[Cell], prompt: list[int] = prompt) -> Tensor:
-            states = way.target.read([np.array([*prompt, *sequence, 0]) for sequence in sequences])
-            return filtered_probabilities(
-                way.target.logits(torch.stack([s.final[-1] for s in states])), way.sampling
-            ).cpu()
+            states = target.read([np.array([*prompt, *sequence, 0]) for sequence in sequences])
+            logits_NV = target.logits(torch.stack([s.final[-1] for s in states]))
+            return filtered_probabilities(logits_NV, way.sampling).cpu()
 
-        cells = expected_cells(next_laws, each, num_tokens, stop_ids)
+        cells = expected_cells(next_laws, each, num_tokens, target.facts.stop_ids)
         names = [f"first/{way.draft}/{i}/{sample}" for sample in range(each)]  # checks share no random number
-        replies = way.replies(names, [prompt] * each, num_tokens)
+        replies = decoder.replies(names, [prompt] * each, num_tokens)
         observed_C, expected_C = count_cells(replies, cells), each * np.array(list(cells.values()))
         expected_C *= each / expected_C.sum()  # rounding of the remainders
         value, more = chi_square(observed_C, expected_C)
         statistic, dof = statistic + float(value), dof + more
         largest = max(largest, float(np.abs(observed_C - expected_C).max()) / each)
         total += sum(len(reply) for reply in replies)
-        num_impossible += num_wrong_ends(way, [prompt] * each, replies, num_tokens)
+        num_impossible += num_wrong_ends(decoder, [prompt] * each, replies, num_tokens)
     p_value = 0.0 if num_impossible else float(chi_square_p(statistic, dof))
-    return way.entry(
+    return decoder.entry(
         "first_tokens",
         num_samples=each * len(prompts),
         num_tokens=total,
@@ -240,22 +221,22 @@ def first_tokens_check(
 
 
 def martingale_check(
-    way: Speculation, names: Sequence[str], prompts: Sequence[list[int]], max_new_tokens: int
+    decoder: Decoder, names: Sequence[str], prompts: Sequence[list[int]], max_new_tokens: int
 ) -> dict[str, Any]:
     """Excess surprise of whole sampled replies, scored again by the plain target, against its normal law.
 
     `num_impossible` counts tokens that the target cannot say, and replies that end where it does not.
     """
-    replies = way.replies(names, prompts, max_new_tokens)
-    excess, variance, num_impossible = 0.0, 0.0, num_wrong_ends(way, prompts, replies, max_new_tokens)
-    for law_NV, token_N, edge_N in scored_tokens(way.target, prompts, replies, way.sampling):
+    replies = decoder.replies(names, prompts, max_new_tokens)
+    excess, variance, num_impossible = 0.0, 0.0, num_wrong_ends(decoder, prompts, replies, max_new_tokens)
+    for law_NV, token_N, edge_N in scored_tokens(decoder.target, prompts, replies, decoder.way.sampling):
         excess_N, variance_N = surprise(law_NV, token_N)
         impossible_N = excess_N.isinf()
         num_impossible += int((impossible_N & ~edge_N).sum())
         excess += float(excess_N[~impossible_N].sum())
         variance += float(variance_N[~impossible_N].sum())
     z, p_value = (float(value) for value in martingale(excess, variance))
-    return way.entry(
+    return decoder.entry(
         "martingale",
         num_samples=len(replies),
         num_tokens=sum(len(reply) for reply in replies),
@@ -333,11 +314,11 @@ def certificate(subject: Subject) -> list[dict[str, Any]]:
     long = [prompts[i % len(prompts)] for i in range(-(-settings.lossless_tokens // limit))]
     drafts: tuple[Literal["greedy", "sampled"], ...] = ("greedy", "sampled")
     for draft in drafts:
-        way = Speculation(target, HeadDrafter(head), sampling, draft, settings.draft_length, seed=subject.seed)
+        way = Speculation(HeadDrafter(head), settings.draft_length, sampling, draft)
         names = [f"long/{draft}/{i}" for i in range(len(long))]
         for check in (
-            first_tokens_check(replace(way, batch=FIRST_BATCH), few, settings.lossless_samples),
-            martingale_check(replace(way, batch=settings.live_batch), names, long, limit),
+            first_tokens_check(Decoder(target, way, FIRST_BATCH, subject.seed), few, settings.lossless_samples),
+            martingale_check(Decoder(target, way, settings.live_batch, subject.seed), names, long, limit),
         ):
             subject.tell(f"lossless: {check['name']}, {draft} drafts: p = {check['p_value']:.3g}, {check['verdict']}")
             checks.append(check)

@@ -16,15 +16,13 @@ from dataclasses import replace
 from pathlib import Path as FilePath
 from typing import Any
 
-import numpy as np
-
 from headstart.eval.acceptance import ReplyAcceptance
 from headstart.eval.calibration_text import calibration_text
 from headstart.eval.cut_vocabulary import cut_rows
 from headstart.eval.file_reader import read_eval
 from headstart.eval.file_writer import EvalFiles
 from headstart.eval.gate import of_checkpoint, read_evals
-from headstart.eval.heldout import PREVIOUS, check_paths, head_acceptance, measure_acceptance, measure_setting
+from headstart.eval.heldout import PREVIOUS, Heldout, check_paths, head_acceptance, measure_acceptance, measure_setting
 from headstart.eval.live import measure_live
 from headstart.eval.lossless import certificate
 from headstart.eval.lossless_text import lossless_text
@@ -39,7 +37,6 @@ from headstart.eval.timings import balanced, choose_speed_dtype
 from headstart.eval.tree_acceptance import tree_rows
 from headstart.heads.checkpoint import checkpoint_identity, load_head
 from headstart.heads.errors import WrongInput
-from headstart.heads.features import FeatureReader
 from headstart.heads.paths import Path
 from headstart.heads.store import hash_json
 from headstart.heads.target import Target
@@ -51,18 +48,11 @@ REPEAT_LENGTH = 8  # tokens of the n-grams whose repetition is told beside accep
 def evaluate(
     load_target: Callable[[str], Target],
     head_folder: FilePath,
-    paths: Sequence[Path],
+    heldout: Heldout,
     settings: EvalSettings,
     folder: FilePath,
     *,
-    dtype: str = "float32",
     parts: Sequence[str] = (),
-    features: FeatureReader | None = None,
-    vocabularies: Sequence[np.ndarray] = (),
-    previous: FilePath | None = None,
-    routes: Sequence[str] = (),
-    max_new_tokens: int = 0,
-    others: Sequence[Sequence[Path]] = (),
     seed: int = 0,
     tell: Callable[[str], None] = print,
 ) -> dict[str, Any]:
@@ -70,19 +60,9 @@ def evaluate(
 
     Args:
         load_target: gives the target, with the head's taps, in a named dtype.
-        paths: held-out replies, recorded at one sampling setting.
-        dtype: precision they were recorded in, which the target is measured in too: what rounding made of them must not
-            be held against a decoder. Only figures in float32 are proved.
         parts: of `live`, `lossless`, `speed`: what is measured beside offline acceptance, or `offline` for nothing else.
             None named means all; greedy replies then have their identity alone, without the certificate that `lossless`
             names. `prove` adds the seeded faults to catch.
-        features: the target's states on the paths; where it holds none in `dtype`, the target reads the replies again.
-        vocabularies: token ids of smaller draft vocabularies that the head is measured with too.
-        previous: checkpoint folder of a head that is measured on the same replies and compared with.
-        routes: routes that prompts carry; one without held-out replies is shown as empty.
-        max_new_tokens: the limit of the recorded replies; 0 takes the longest.
-        others: replies to the same prompts at other sampling settings, one list a setting: their rows stand beside the
-            own ones, and `live` decodes at their settings too. They decide no verdict.
 
     Returns:
         What acceptance.json, lossless.json, speed.json and calibration.json hold, by name; None for one that is not there.
@@ -91,24 +71,27 @@ def evaluate(
         WrongInput: no paths, paths of several sampling settings, more concurrent requests than there are paths, a tree
             that the head cannot draft, a previous head of another target, or a damaged file that would stay.
     """
+    paths, dtype = list(heldout.paths), heldout.dtype
     check_paths(paths)
     wanted = set(parts) or {"live", "lossless", "speed"}
     check_wanted(wanted, settings, folder, len(paths))
     target = load_target(dtype)
     head = load_head(head_folder, target).to(target.device).eval().pack()
-    all_routes = sorted({*routes, *(path.route for path in paths)})
-    subject = Subject(target, head, list(paths), all_routes, settings, seed, tell, features)
+    routes = sorted({*heldout.routes, *(path.route for path in paths)})
+    subject = Subject(target, head, paths, routes, settings, seed, tell, heldout.features)
     files = EvalFiles(folder, subject, identity_of(head_folder, target, subject.paths))
     if set(parts) in CERTIFICATE and files.kept("acceptance", "rows"):
         return certify(files, "prove" in parts)
 
     replies = head_acceptance(subject)
     files.names = identity_of(head_folder, target, subject.paths)  # of the prompts that were taken
-    rows, sums, extra = offline_part(subject, replies, vocabularies, previous)
-    limit = max_new_tokens or files.names["prompts"]["max_new_tokens"]
+    rows, sums, extra = offline_part(subject, replies, heldout)
+    limit = heldout.max_new_tokens or files.names["prompts"]["max_new_tokens"]
     live_rows, checks, agreed = live_part(subject, replies, wanted, limit)
     rows += live_rows
-    other_rows = [row for recorded in others for row in measure_setting(subject, recorded, "live" in parts, limit)]
+    other_rows = [
+        row for recorded in heldout.others for row in measure_setting(subject, recorded, "live" in parts, limit)
+    ]
     if "lossless" in (wanted if subject.sampling.temperature else parts):
         checks += certificate(subject)
     proof = prove(seed, tell) if "prove" in parts else ([], [])
@@ -181,18 +164,16 @@ def identity_of(head_folder: FilePath, target: Target, paths: Sequence[Path]) ->
 
 
 def offline_part(
-    subject: Subject,
-    replies: Mapping[str, list[ReplyAcceptance]],
-    vocabularies: Sequence[np.ndarray],
-    previous: FilePath | None,
+    subject: Subject, replies: Mapping[str, list[ReplyAcceptance]], heldout: Heldout
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]], dict[str, Any]]:
     """What is computed on recorded replies: rows of acceptance.json, those of prompts.json, and entries beside the first."""
+    previous = heldout.previous
     old = {} if previous is None else previous_acceptance(subject, previous)
     rows, sums = measure_acceptance(subject, replies, old)
     rows += tree_rows(subject, replies["greedy"])
     extra: dict[str, Any] = {"repeated_8grams": repeated_ngrams(subject.paths)}
-    if vocabularies:
-        extra["vocabularies"] = cut_rows(subject, vocabularies)
+    if heldout.vocabularies:
+        extra["vocabularies"] = cut_rows(subject, heldout.vocabularies)
     if previous is not None:
         extra["previous"] = compared(subject, previous, replies["greedy"], old["greedy"])
         for row in (*rows, *sums):

@@ -16,12 +16,13 @@ import numpy as np
 import torch
 
 from headstart.eval.decode import decode
-from headstart.eval.drafters import Drafter, HeadDrafter
+from headstart.eval.drafters import HeadDrafter
 from headstart.eval.enumeration import Toy, ToyDecoder, TreeDecoder, compare
 from headstart.eval.faults import CONTROLS, FAULTS, STALE_CACHE, Case, RejectedDrafter, StaleCache
 from headstart.eval.identity import Rescorer, identity_check
 from headstart.eval.law_tests import LEVEL
-from headstart.eval.lossless import Speculation, first_tokens_check, martingale_check
+from headstart.eval.lossless import Decoder, first_tokens_check, martingale_check
+from headstart.eval.speculation import PLAIN, Speculation
 from headstart.eval.toy_samples import first_tokens_p, martingale_p
 from headstart.heads.cache import LENGTH_STEP, PositionCache
 from headstart.heads.draft import DraftModel
@@ -55,23 +56,22 @@ class TinyBench:
         target = Target(target.model, target.tokenizer, facts, target.taps)
         return cls(target, noisy_draft(target, NOISE), list(range(40, 52)))
 
-    def way(self, case: Case, seed: int) -> Speculation:
+    def decoder(self, case: Case, seed: int) -> Decoder:
         """The reference decoder with what is wrong in this case."""
         stop_ids = list(TINY_STOPS) if case.stops else []
         facts = replace(self.target.facts, stop_ids=stop_ids)
         target = Target(self.target.model, self.target.tokenizer, facts, self.target.taps)
         drafter = HeadDrafter(self.draft, stop_below=case.stop_below)
-        return Speculation(
-            target, drafter, case.sampling, case.draft, DRAFT_LENGTH, case.rule, TINY_BATCH, seed, case.parts, case.tree
-        )
+        way = Speculation(drafter, DRAFT_LENGTH, case.sampling, case.draft, case.rule, tree=case.tree, parts=case.parts)
+        return Decoder(target, way, TINY_BATCH, seed)
 
     def checks(self, case: Case, seed: int, samples: int = TINY_SAMPLES, replies: int = TINY_REPLIES) -> list[Check]:
         """Both statistical checks of a certificate."""
-        way = self.way(case, seed)
+        decoder = self.decoder(case, seed)
         names = [f"long/{i}" for i in range(replies)]
         return [
-            first_tokens_check(way, [self.prompt], samples, FIRST_TOKENS),
-            martingale_check(way, names, [self.prompt] * replies, TINY_LENGTH),
+            first_tokens_check(decoder, [self.prompt], samples, FIRST_TOKENS),
+            martingale_check(decoder, names, [self.prompt] * replies, TINY_LENGTH),
         ]
 
 
@@ -147,13 +147,12 @@ def judge_cache(target: Target, cache: type[PositionCache], name: str) -> dict[s
     prompts = [[5 + (i * j) % 400 for j in range(LENGTH_STEP)] for i in (3, 7, 11)]
     names = [str(i) for i in range(len(prompts))]
 
-    def replies(drafter: Drafter | None, draft_length: int) -> list[list[int]]:
-        found = decode(target, prompts, drafter, draft_length, CACHE_TOKENS, stop_ids=[], batch=len(prompts))
-        return [reply.token_ids for reply in found]
+    def replies(way: Speculation) -> list[list[int]]:
+        return [reply.token_ids for reply in decode(target, prompts, way, CACHE_TOKENS, [], batch=len(prompts))]
 
-    plain = replies(None, 0)
+    plain = replies(PLAIN)
     with replaced_cache(target, cache):
-        found = replies(RejectedDrafter(), 3)
+        found = replies(Speculation(RejectedDrafter(), 3))
     check = identity_check(Rescorer(target), names, prompts, plain, found, against="plain", draft_length=3, batch=3)
     caught = [("greedy_identity", "tiny")] if check["verdict"] == "fail" else []
     stands_for = " ".join((cache.__doc__ or "").split())

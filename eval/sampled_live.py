@@ -8,6 +8,7 @@ from headstart.eval.agreement import live_agreement, step_variances
 from headstart.eval.decode import decode
 from headstart.eval.drafters import HeadDrafter
 from headstart.eval.live import live_counts_in_order, live_rows, told
+from headstart.eval.speculation import Speculation
 from headstart.eval.subject import Subject
 from headstart.eval.timings import balanced
 from headstart.heads.paths import Path
@@ -37,16 +38,12 @@ def measure_sampled_live(
         live = decode(
             subject.target,
             prompts,
-            HeadDrafter(subject.head),
-            length,
+            Speculation(HeadDrafter(subject.head), length, subject.sampling, draft, whole_blocks=True),
             max_new_tokens,
             batch=settings.live_batch,
-            whole_blocks=True,
-            progress=told(subject, f", temperature {subject.sampling.temperature:g}, {draft} drafts"),
-            sampling=subject.sampling,
-            draft=draft,
             seed=subject.seed,
             request_ids=request_names(draft, paths),
+            progress=told(subject, f", temperature {subject.sampling.temperature:g}, {draft} drafts"),
         )
         expected = [reply for reply in offline[draft] if reply.prompt_id in taken]
         found[draft] = live_agreement(

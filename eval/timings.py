@@ -16,6 +16,7 @@ from headstart.eval.decode import Clock, decode
 from headstart.eval.drafters import Drafter, HeadDrafter, NgramDrafter
 from headstart.eval.replies import Reply
 from headstart.eval.settings import EvalSettings
+from headstart.eval.speculation import PLAIN, Speculation
 from headstart.heads.contract import Head
 from headstart.heads.paths import Path
 from headstart.heads.precision import choose_precision
@@ -56,11 +57,9 @@ class Variant:
         return decode(
             target,
             prompts,
-            self.drafter,
-            self.draft_length,
+            Speculation(self.drafter, self.draft_length, sampling),
             max_new_tokens,
             batch=len(prompts),
-            sampling=sampling,
             seed=seed,
             request_ids=[f"speed/{self.name}/{self.draft_length}/{occasion}/{i}" for i in range(len(prompts))],
         )
@@ -214,8 +213,8 @@ def choose_speed_dtype(
     seconds = {}
     for name in ("float32", "bfloat16"):
         target = load_target(name)
-        decode(target, [prompt], None, 0, 4)
-        trials = [decode(target, [prompt], None, 0, TRIAL_TOKENS)[0] for _ in range(2)]
+        decode(target, [prompt], PLAIN, 4)
+        trials = [decode(target, [prompt], PLAIN, TRIAL_TOKENS)[0] for _ in range(2)]
         seconds[name] = min(sum(trial.verify_s) / max(len(trial.verify_s), 1) for trial in trials)
         del target  # before the next copy is loaded
     return min(seconds, key=lambda name: seconds[name]), seconds

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from headstart.eval.gate import read_evals
+from headstart.eval.heldout import Heldout
 from headstart.eval.measure import evaluate
 from headstart.eval.report import write_report
 from headstart.eval.speed import hardware
@@ -187,20 +188,10 @@ def run_head(
     reader = FeatureReader(features.folder, targets.taps)
     head, rows = head_and_rows(recipe, run, target, traffic.folder, reader)
     validation = EvaluationRows(list(read_paths(traffic.folder, "validation")), reader, recipe.train.batch_tokens)
-    train(
-        head,
-        target.output_weight(),
-        rows,
-        validation,
-        recipe.train,
-        run.folder,
-        draft_length=recipe.eval.draft_length,
-        strategy=strategy,
-        ranks=ranks,
-        tracking=recipe.tracking,
-        name=run.name,
-        config=asdict(recipe),
+    job = Job.open(
+        head, target.output_weight(), rows, recipe.train, recipe.eval.draft_length, strategy=strategy, ranks=ranks
     )
+    train(job, validation, run.folder, tracking=recipe.tracking, name=run.name, config=asdict(recipe))
 
 
 def head_and_rows(
@@ -295,22 +286,18 @@ def measure_head(
 ) -> dict[str, Any]:
     """The eval stage on the held-out replies, which nothing before has read."""
     here = (run.folder / "features" / MANIFEST).exists()  # a moved run may be without
-    return evaluate(
-        targets,
-        checkpoint_folder(run.folder, checkpoint),
+    heldout = Heldout(
         list(read_paths(run.folder / "traffic", "heldout")),
-        recipe.eval,
-        run.eval,
-        dtype=recipe.traffic.eval_dtype,
-        parts=parts,
+        recipe.traffic.eval_dtype,
+        recipe.traffic.max_new_tokens,
         features=stored_features(run, targets) if here else None,
+        routes=sorted({prompt.route for prompt in read_prompts(run.folder / "prompts")}),
+        others=others,
         vocabularies=smaller_vocabularies(recipe, run, targets.facts),
         previous=previous_folder(recipe.eval.previous, run.root, targets.facts),
-        routes=sorted({prompt.route for prompt in read_prompts(run.folder / "prompts")}),
-        max_new_tokens=recipe.traffic.max_new_tokens,
-        others=others,
-        seed=recipe.run.seed,
     )
+    folder = checkpoint_folder(run.folder, checkpoint)
+    return evaluate(targets, folder, heldout, recipe.eval, run.eval, parts=parts, seed=recipe.run.seed)
 
 
 def stored_features(run: RunFolder, targets: TargetLoader) -> FeatureReader:

@@ -4,6 +4,7 @@ import numpy as np
 import torch
 
 from headstart.eval.decode import decode
+from headstart.eval.speculation import PLAIN
 from headstart.heads.batch import pack
 from headstart.heads.checkpoint import build_head
 from headstart.heads.draft import DraftModel
@@ -67,7 +68,7 @@ def fitted_head(target, paths, steps=40, kind="eagle3", every=2, enough=0.0):
 
 
 def continuations(target, prompts, num_tokens):
-    replies = decode(target, prompts, None, 0, num_tokens, stop_ids=NO_STOP)
+    replies = decode(target, prompts, PLAIN, num_tokens, NO_STOP)
     return {tuple(p): r.token_ids for p, r in zip(prompts, replies, strict=True)}
 
 

@@ -62,8 +62,8 @@ def validation_rows():
 
 def train_in(folder, settings, rows=None, head=None, **options):
     folder.mkdir(parents=True, exist_ok=True)
-    rows = rows or rows_of(settings)
-    return train(head or make_head(), SmallTarget().output, rows, validation_rows(), settings, folder, **options)
+    job = Job.open(head or make_head(), SmallTarget().output, rows or rows_of(settings), settings, **options)
+    return train(job, validation_rows(), folder)
 
 
 def weights_after_steps(kind, **options):

@@ -120,14 +120,12 @@ def open_job(settings=SETTINGS, **shape):
     return replace(Job.open(make_head(), SmallTarget().output, make_rows(settings), settings), **shape)
 
 
-def run(folder, settings=SETTINGS, rows=None, head=None, **options):
+def run(folder, settings=SETTINGS, rows=None, head=None, draft_length=4, **tracked):
     """Train in `folder`; returns the head and where training stands."""
     folder.mkdir(parents=True, exist_ok=True)
     head = head or make_head()
-    progress = train(
-        head, SmallTarget().output, rows or make_rows(settings), make_validation(), settings, folder, **options
-    )
-    return head, progress
+    job = Job.open(head, SmallTarget().output, rows or make_rows(settings), settings, draft_length)
+    return head, train(job, make_validation(), folder, **tracked)
 
 
 if __name__ == "__main__":

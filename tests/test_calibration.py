@@ -22,9 +22,11 @@ from headstart.eval.calibration import (
 from headstart.eval.decode import decode
 from headstart.eval.drafters import HeadDrafter
 from headstart.eval.early_stop import EarlyStop, confidence
+from headstart.eval.heldout import Heldout
 from headstart.eval.measure import evaluate
 from headstart.eval.report import write_report
 from headstart.eval.settings import EvalSettings
+from headstart.eval.speculation import PLAIN, Speculation
 from headstart.eval.subject import read_batches
 from headstart.heads.checkpoint import save_head
 from headstart.heads.contract import greedy
@@ -149,7 +151,7 @@ def test_a_row_stops_by_what_precedes_the_token_and_a_block_when_all_rows_have()
 @pytest.fixture(scope="module")
 def recorded(tiny_target):
     prompts = make_prompts(tiny_target, [7, 12, 20, 9, 6, 15])
-    replies = decode(tiny_target, prompts, None, 0, 24, NO_STOP, batch=6)
+    replies = decode(tiny_target, prompts, PLAIN, 24, NO_STOP, batch=6)
     return [make_path(p, r.token_ids, f"p{i}") for i, (p, r) in enumerate(zip(prompts, replies, strict=True))]
 
 
@@ -174,7 +176,7 @@ def test_a_head_drafts_no_further_than_its_longest_row_needs(tiny_target, record
         try:
             prompts = [path.prompt_token_ids for path in recorded]
             drafter = HeadDrafter(head, stop_below=threshold)
-            live = decode(tiny_target, prompts, drafter, 4, 24, NO_STOP)
+            live = decode(tiny_target, prompts, Speculation(drafter, 4), 24, NO_STOP)
         finally:
             del head.logits
         tokens, steps, drafts, draft_steps = step_sums(offline, 4, threshold).sum(0)
@@ -194,7 +196,13 @@ def test_calibration_is_written_and_reported(tiny_target, recorded, head, tmp_pa
     told: list[str] = []
     for parts, timed in ((["offline"], False), (["speed"], True)):
         evaluate(
-            lambda dtype: tiny_target, tmp_path, recorded, settings, tmp_path / "eval", parts=parts, tell=told.append
+            lambda dtype: tiny_target,
+            tmp_path,
+            Heldout(recorded),
+            settings,
+            tmp_path / "eval",
+            parts=parts,
+            tell=told.append,
         )
         found = read_json(tmp_path / "eval" / "calibration.json")
         assert violations(found, CALIBRATION) == []

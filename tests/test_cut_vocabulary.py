@@ -8,6 +8,7 @@ from headstart.eval.acceptance import count_replies, drafts_acceptance, reply_ac
 from headstart.eval.cut_vocabulary import cut_rows
 from headstart.eval.decode import decode
 from headstart.eval.settings import EvalSettings
+from headstart.eval.speculation import Speculation
 from headstart.eval.subject import Subject, read_batches
 from headstart.eval.target_law import TargetLaw
 from headstart.heads.checkpoint import build_head
@@ -21,7 +22,7 @@ SAMPLING = Sampling(0.8)
 def paths(tiny_target):
     prompts = make_prompts(tiny_target, [7, 12, 20, 9, 11, 8])
     names = [f"p{i}" for i in range(len(prompts))]
-    replies = decode(tiny_target, prompts, None, 0, 16, batch=6, sampling=SAMPLING, request_ids=names)
+    replies = decode(tiny_target, prompts, Speculation(sampling=SAMPLING), 16, batch=6, request_ids=names)
     return [make_path(p, r.token_ids, n, SAMPLING) for p, r, n in zip(prompts, replies, names, strict=True)]
 
 

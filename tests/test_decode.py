@@ -8,6 +8,7 @@ from headstart.eval.acceptance import acceptance_probabilities, acceptance_row, 
 from headstart.eval.decode import decode
 from headstart.eval.drafters import HeadDrafter, NgramDrafter, ngram_acceptance
 from headstart.eval.replies import live_counts
+from headstart.eval.speculation import PLAIN, Speculation
 from headstart.heads.batch import pack, supervised_pairs
 from headstart.heads.contract import Draft, Head, Rollout, greedy
 from headstart.heads.errors import WrongInput
@@ -87,7 +88,7 @@ def offline_counts(head, target, paths, draft_length):
 @pytest.fixture(scope="module")
 def heads(tiny_target):
     prompts = make_prompts(tiny_target, [7, 12])
-    plain = decode(tiny_target, prompts, None, 0, 24)
+    plain = decode(tiny_target, prompts, PLAIN, 24)
     paths = [make_path(p, r.token_ids) for p, r in zip(prompts, plain, strict=True)]
     return {
         "untrained": untrained_head(tiny_target),
@@ -101,8 +102,8 @@ def heads(tiny_target):
 def test_offline_equals_live_step_for_step(tiny_target, heads, kind, draft_length):
     prompts = make_prompts(tiny_target, [7, 12, 20, 33])
     head = heads[kind]
-    plain = decode(tiny_target, prompts, None, 0, 24)
-    live = decode(tiny_target, prompts, HeadDrafter(head), draft_length, 24, batch=3)
+    plain = decode(tiny_target, prompts, PLAIN, 24)
+    live = decode(tiny_target, prompts, Speculation(HeadDrafter(head), draft_length), 24, batch=3)
     assert [r.token_ids for r in live] == [r.token_ids for r in plain]
 
     names = [f"p{i}" for i in range(len(prompts))]
@@ -151,7 +152,7 @@ def test_sampled_draft_is_kept_with_min_of_one_and_q_over_p(tiny_target, heads, 
 
 def test_a_head_that_copies_the_target_gives_draft_length_plus_one(tiny_target):
     prompts = make_prompts(tiny_target, [9, 14])
-    live = decode(tiny_target, prompts, HeadDrafter(CopyHead(tiny_target, 1)), 3, 1 + 8 * 4, stop_ids=NO_STOP)
+    live = decode(tiny_target, prompts, Speculation(HeadDrafter(CopyHead(tiny_target, 1)), 3), 1 + 8 * 4, NO_STOP)
     row = acceptance_row(live_counts(live, "ab", "ab", 3), source="live", drafter="copy", draft_length=3)
     assert row["accept_len"]["value"] == 4.0
     assert row["num_short_steps"] == 0
@@ -162,7 +163,7 @@ def test_scripted_proposer_gives_its_known_number(tiny_target, num_right, draft_
     prompts = make_prompts(tiny_target, [6, 11, 17])
     per_step = min(num_right, draft_length) + 1
     script = ScriptedDrafter(continuations(tiny_target, prompts, 1 + 12 * per_step + draft_length), num_right)
-    live = decode(tiny_target, prompts, script, draft_length, 1 + 12 * per_step, stop_ids=NO_STOP, batch=2)
+    live = decode(tiny_target, prompts, Speculation(script, draft_length), 1 + 12 * per_step, NO_STOP, batch=2)
     for counts in live_counts(live, "abc", "abc", draft_length):
         assert counts.num_steps == 12
         assert counts.num_tokens / counts.num_steps == per_step
@@ -172,8 +173,8 @@ def test_scripted_proposer_gives_its_known_number(tiny_target, num_right, draft_
 
 def test_ngram_lookup_offline_equals_live(tiny_target):
     prompts = [p + p[2:] for p in make_prompts(tiny_target, [8, 15, 30])]
-    plain = decode(tiny_target, prompts, None, 0, 40, stop_ids=NO_STOP)
-    live = decode(tiny_target, prompts, NgramDrafter(), 4, 40, stop_ids=NO_STOP, batch=3)
+    plain = decode(tiny_target, prompts, PLAIN, 40, NO_STOP)
+    live = decode(tiny_target, prompts, Speculation(NgramDrafter(), 4), 40, NO_STOP, batch=3)
     assert [r.token_ids for r in live] == [r.token_ids for r in plain]
     paths = [make_path(p, r.token_ids, name) for p, r, name in zip(prompts, plain, "abc", strict=True)]
     offline = count_replies(ngram_acceptance(paths, 4), 4)
@@ -188,8 +189,8 @@ def test_batch_of_unequal_and_shared_prompts_equals_single_runs(tiny_target):
     prompts = [first, second, third, first, second]
     script = ScriptedDrafter(continuations(tiny_target, prompts, 40), 2)
     stop = script.continuations[tuple(prompts[1])][9]  # one row finishes early
-    together = decode(tiny_target, prompts, script, 3, 30, stop_ids=[stop], batch=5)
-    alone = [decode(tiny_target, [prompt], script, 3, 30, stop_ids=[stop])[0] for prompt in prompts]
+    together = decode(tiny_target, prompts, Speculation(script, 3), 30, [stop], batch=5)
+    alone = [decode(tiny_target, [prompt], Speculation(script, 3), 30, [stop])[0] for prompt in prompts]
     assert [r.token_ids for r in together] == [r.token_ids for r in alone]
     assert [r.steps for r in together] == [r.steps for r in alone]
     assert len({len(r.token_ids) for r in together}) > 1
@@ -202,7 +203,7 @@ def test_stop_token_anywhere_in_a_block_ends_the_reply(tiny_target, position):
     reply = text[tuple(prompts[0])]
     stop = reply[position]
     expected = reply[: reply.index(stop) + 1]
-    got = decode(tiny_target, prompts, ScriptedDrafter(text, 9), 4, 30, stop_ids=[stop])[0]
+    got = decode(tiny_target, prompts, Speculation(ScriptedDrafter(text, 9), 4), 30, [stop])[0]
     assert got.token_ids == expected
     assert got.finish_reason == "stop"
     counts = live_counts([got], "a", "a", 4)[0]
@@ -223,7 +224,9 @@ def test_token_limit_below_the_draft_length_caps_the_draft(tiny_target, max_new_
     ]
     for drafter in drafters:
         for whole in (False, True):
-            got = decode(tiny_target, prompts, drafter, 8, max_new_tokens, NO_STOP, batch=2, whole_blocks=whole)
+            got = decode(
+                tiny_target, prompts, Speculation(drafter, 8, whole_blocks=whole), max_new_tokens, NO_STOP, batch=2
+            )
             for prompt, reply in zip(prompts, got, strict=True):
                 assert reply.token_ids == text[tuple(prompt)][:max_new_tokens]
                 assert reply.finish_reason == "length"
@@ -234,12 +237,12 @@ def test_token_limit_below_the_draft_length_caps_the_draft(tiny_target, max_new_
 @pytest.mark.parametrize("left", [1, 2, 5])
 def test_prompt_near_the_context_limit(tiny_target, left):
     prompts = make_prompts(tiny_target, [tiny_target.facts.max_position - left, 9])
-    plain = decode(tiny_target, prompts, None, 0, 20, NO_STOP)
+    plain = decode(tiny_target, prompts, PLAIN, 20, NO_STOP)
     text = {tuple(p): r.token_ids for p, r in zip(prompts, plain, strict=True)}
     assert [len(r.token_ids) for r in plain] == [left, 20]
     model = HeadDrafter(random_draft(tiny_target))
     for drafter in (ScriptedDrafter(text, 9), HeadDrafter(untrained_head(tiny_target)), model):
-        got = decode(tiny_target, prompts, drafter, 8, 20, NO_STOP, batch=2, whole_blocks=True)
+        got = decode(tiny_target, prompts, Speculation(drafter, 8, whole_blocks=True), 20, NO_STOP, batch=2)
         assert [r.token_ids for r in got] == [r.token_ids for r in plain]
         assert all(step.whole_drafted < left for step in got[0].steps)  # no position behind the context is fed
 
@@ -247,7 +250,7 @@ def test_prompt_near_the_context_limit(tiny_target, left):
 def test_beyond_the_drafters_context_decoding_goes_on_without_drafts(tiny_target):
     prompts = make_prompts(tiny_target, [12, 30])
     text = continuations(tiny_target, prompts, 30)
-    got = decode(tiny_target, prompts, ScriptedDrafter(text, 9, max_position=20), 3, 20, NO_STOP, batch=2)
+    got = decode(tiny_target, prompts, Speculation(ScriptedDrafter(text, 9, max_position=20), 3), 20, NO_STOP, batch=2)
     assert [r.token_ids for r in got] == [text[tuple(p)][:20] for p in prompts]
     assert all(step.whole_drafted == 0 for step in got[1].steps)
     assert any(step.whole_drafted for step in got[0].steps)
@@ -257,14 +260,14 @@ def test_beyond_the_drafters_context_decoding_goes_on_without_drafts(tiny_target
 def test_prompt_that_fills_the_context_is_refused(tiny_target):
     for prompt in ([], [1] * tiny_target.facts.max_position):
         with pytest.raises(WrongInput, match="context"):
-            decode(tiny_target, [prompt], None, 0, 4)
+            decode(tiny_target, [prompt], PLAIN, 4)
 
 
 def test_whole_blocks_give_the_same_reply_counts(tiny_target):
     prompts = make_prompts(tiny_target, [8, 21])
     drafter = HeadDrafter(untrained_head(tiny_target))
-    capped = decode(tiny_target, prompts, drafter, 4, 15, NO_STOP, batch=2)
-    whole = decode(tiny_target, prompts, drafter, 4, 15, NO_STOP, batch=2, whole_blocks=True)
+    capped = decode(tiny_target, prompts, Speculation(drafter, 4), 15, NO_STOP, batch=2)
+    whole = decode(tiny_target, prompts, Speculation(drafter, 4, whole_blocks=True), 15, NO_STOP, batch=2)
     for a, b in zip(live_counts(capped, "ab", "ab", 4), live_counts(whole, "ab", "ab", 4), strict=True):
         assert np.array_equal(a.histogram, b.histogram)
         assert np.array_equal(a.judged_K, b.judged_K)

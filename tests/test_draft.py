@@ -13,6 +13,7 @@ from headstart.eval.acceptance import count_replies, reply_acceptance
 from headstart.eval.decode import decode
 from headstart.eval.drafters import HeadDrafter
 from headstart.eval.replies import live_counts
+from headstart.eval.speculation import PLAIN, Speculation
 from headstart.heads.batch import pack
 from headstart.heads.checkpoint import WEIGHTS, checkpoint_identity, load_head, save_head
 from headstart.heads.draft import DraftModel, default_layers
@@ -120,11 +121,11 @@ def tiny_target_settings():
 def test_beyond_the_models_context_nothing_is_drafted_and_offline_knows(small_model, tiny_target):
     head = made_of(small_model, tiny_target)
     prompts = make_prompts(tiny_target, [32, 55, 62, 80])
-    plain = decode(tiny_target, prompts, None, 0, 12, NO_STOP)
+    plain = decode(tiny_target, prompts, PLAIN, 12, NO_STOP)
     paths = [make_path(p, r.token_ids, name) for p, r, name in zip(prompts, plain, "abcd", strict=True)]
     states = tiny_target.read([path.token_N for path in paths])
     batch = pack([(path, s.taps, s.final) for path, s in zip(paths, states, strict=True)])
-    live = decode(tiny_target, prompts, HeadDrafter(head), 4, 12, NO_STOP, batch=4)
+    live = decode(tiny_target, prompts, Speculation(HeadDrafter(head), 4), 12, NO_STOP, batch=4)
     assert [reply.token_ids for reply in live] == [reply.token_ids for reply in plain]
     assert max(step.whole_drafted for step in live[0].steps) == 4
     assert {step.whole_drafted for step in live[3].steps} == {0}

@@ -15,6 +15,7 @@ from headstart.eval.drafters import (
 )
 from headstart.eval.proof import noisy_draft
 from headstart.eval.replies import live_counts
+from headstart.eval.speculation import PLAIN, Speculation
 from headstart.heads.batch import pack
 from headstart.heads.sampling import Sampling
 from tests.small_decoding import NO_STOP, make_path, make_prompts, random_draft, untrained_head
@@ -28,9 +29,9 @@ def test_noise_at_every_draft_length_leaves_greedy_replies_alone(tiny_target, ki
     else:
         drafter = HeadDrafter(untrained_head(tiny_target))
     prompts = make_prompts(tiny_target, [1, 2, 50])
-    plain = [reply.token_ids for reply in decode(tiny_target, prompts, None, 0, 20, NO_STOP)]
+    plain = [reply.token_ids for reply in decode(tiny_target, prompts, PLAIN, 20, NO_STOP)]
     for draft_length in range(1, 9):
-        replies = decode(tiny_target, prompts, drafter, draft_length, 20, NO_STOP, batch=3)
+        replies = decode(tiny_target, prompts, Speculation(drafter, draft_length), 20, NO_STOP, batch=3)
         assert [reply.token_ids for reply in replies] == plain
 
 
@@ -38,20 +39,20 @@ def test_a_copy_of_the_target_is_always_right(tiny_target):
     """What the session's cache gives after any number of kept drafts is what the model says of the whole text."""
     drafter = HeadDrafter(noisy_draft(tiny_target, noise=0.0))
     prompts = make_prompts(tiny_target, [5, 12, 3])
-    replies = decode(tiny_target, prompts, drafter, 3, 1 + 4 * 6, NO_STOP, batch=3)
+    replies = decode(tiny_target, prompts, Speculation(drafter, 3), 1 + 4 * 6, NO_STOP, batch=3)
     assert all(step.accepted == 3 for reply in replies for step in reply.steps)
 
 
 def test_beyond_the_drafters_limit_of_64_nothing_is_drafted_and_offline_knows(tiny_target):
     prompts = make_prompts(tiny_target, [32, 55, 62, 64, 80, 200])
-    plain = decode(tiny_target, prompts, None, 0, 20, NO_STOP)
+    plain = decode(tiny_target, prompts, PLAIN, 20, NO_STOP)
     names = [f"p{i}" for i in range(len(prompts))]
     paths = [make_path(p, r.token_ids, n) for p, r, n in zip(prompts, plain, names, strict=True)]
     drafter = HeadDrafter(untrained_head(tiny_target), max_position=64)
     states = tiny_target.read([path.token_N for path in paths])
     batch = pack([(path, s.taps, s.final) for path, s in zip(paths, states, strict=True)])
     offline = reply_acceptance(drafter.head, [batch], 4, max_position=64)
-    live = decode(tiny_target, prompts, drafter, 4, 20, NO_STOP, batch=6)
+    live = decode(tiny_target, prompts, Speculation(drafter, 4), 20, NO_STOP, batch=6)
     assert [reply.token_ids for reply in live] == [reply.token_ids for reply in plain]
     assert all(step.whole_drafted == 0 for reply in live[4:] for step in reply.steps)
     assert any(step.whole_drafted == 4 for step in live[0].steps)
@@ -109,7 +110,13 @@ def test_lookup_drafts_are_judged_as_certain_at_every_temperature(tiny_target, d
     prompts = [prompt * 3 for prompt in make_prompts(tiny_target, [4, 6])]
     for draft in ("greedy", "sampled"):
         replies = decode(
-            tiny_target, prompts, drafter, 3, 15, NO_STOP, batch=2, sampling=Sampling(0.7), draft=draft, seed=4
+            tiny_target,
+            prompts,
+            Speculation(drafter, 3, sampling=Sampling(0.7), draft=draft),
+            15,
+            NO_STOP,
+            batch=2,
+            seed=4,
         )
         if draft == "greedy":
             expected = [(reply.token_ids, reply.steps) for reply in replies]

@@ -21,6 +21,7 @@ from headstart.eval.engines import compare_export, opened_engines
 from headstart.eval.engines_setup import find_llamacpp, find_vllm, install_llamacpp, install_vllm
 from headstart.eval.local_server import fetch, free_port, running_server
 from headstart.eval.settings import EvalSettings, ExportSettings
+from headstart.eval.speculation import PLAIN
 from headstart.heads.batch import pack
 from headstart.heads.checkpoint import build_head, save_head
 from headstart.heads.paths import Path, Prompt
@@ -113,7 +114,7 @@ def load(model, taps):
     """The target with these taps, its prompts, and its own replies to them."""
     target = load_target(TargetSettings(model=model, device="cpu"), taps, "float32")
     prompts = [target.render(Prompt("chat", ({"role": "user", "content": text},))) for text in QUESTIONS]
-    return target, prompts, [reply.token_ids for reply in decode(target, prompts, None, 0, NEW_TOKENS, batch=3)]
+    return target, prompts, [reply.token_ids for reply in decode(target, prompts, PLAIN, NEW_TOKENS, batch=3)]
 
 
 def fitted_head(kind, settings, target, prompts, replies):

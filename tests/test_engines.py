@@ -27,6 +27,7 @@ from headstart.eval.identity import Rescorer
 from headstart.eval.llamacpp_engine import counted_since, llama_counters
 from headstart.eval.replies import Reply, Step
 from headstart.eval.settings import EvalSettings, ExportSettings
+from headstart.eval.speculation import Speculation
 from headstart.eval.vllm_engine import Vllm
 from headstart.heads.builtin import resolve_model
 from headstart.heads.checkpoint import load_head, save_head
@@ -182,7 +183,8 @@ class Served(Engine):
         drafter = HeadDrafter(self.head) if drafts else None
         length = drafts.length if drafts else 0
         limit = requests.max_new_tokens
-        replies = decode(self.target, requests.prompts, drafter, length, limit, requests.stop_ids, whole_blocks=True)
+        way = Speculation(drafter, length, whole_blocks=True)
+        replies = decode(self.target, requests.prompts, way, limit, requests.stop_ids)
         return EngineRun(self.name, "0", [by_rule(reply, self.name, limit, length) for reply in replies])
 
 

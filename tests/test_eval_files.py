@@ -6,22 +6,25 @@ import shutil
 
 import pytest
 
+from headstart.eval.decode import decode
 from headstart.eval.file_reader import read_eval
 from headstart.eval.gate import failures
+from headstart.eval.heldout import Heldout
 from headstart.eval.measure import evaluate
 from headstart.eval.prompt_sums import read_sums
 from headstart.eval.report import write_report
+from headstart.eval.speculation import PLAIN
 from headstart.heads.checkpoint import save_head
 from headstart.heads.errors import WrongInput
 from headstart.heads.store import read_json
 from tests.small_decoding import fitted_head, make_path, make_prompts
-from tests.test_measure import SETTINGS, decode
+from tests.test_measure import SETTINGS
 
 
 @pytest.fixture(scope="module")
 def recorded(tiny_target):
     prompts = make_prompts(tiny_target, [7, 12])
-    replies = decode(tiny_target, prompts, None, 0, 12)
+    replies = decode(tiny_target, prompts, PLAIN, 12)
     return [make_path(p, r.token_ids, f"p{i}") for i, (p, r) in enumerate(zip(prompts, replies, strict=True))]
 
 
@@ -29,7 +32,7 @@ def recorded(tiny_target):
 def measured(tiny_target, recorded, tmp_path_factory):
     folder = tmp_path_factory.mktemp("run")
     save_head(folder, fitted_head(tiny_target, recorded, steps=2), step=2)
-    evaluate(lambda dtype: tiny_target, folder, recorded, SETTINGS, folder / "eval", tell=lambda line: None)
+    evaluate(lambda dtype: tiny_target, folder, Heldout(recorded), SETTINGS, folder / "eval", tell=lambda line: None)
     return folder
 
 
@@ -78,13 +81,15 @@ def test_an_entry_of_another_kind_is_refused_by_name(measured, name, entry, tmp_
 def test_a_damaged_file_that_would_stay_is_told_before_anything_is_computed(measured, recorded, tmp_path):
     (tmp_path / "speed.json").write_text("{")
     with pytest.raises(WrongInput, match=r"speed.json: found no JSON"):
-        evaluate(None, measured, recorded, SETTINGS, tmp_path, parts=["offline"])
+        evaluate(None, measured, Heldout(recorded), SETTINGS, tmp_path, parts=["offline"])
 
 
 def test_damaged_sums_are_measured_again(tiny_target, measured, recorded, tmp_path):
     (tmp_path / "prompts.json").write_text("{")
     told: list[str] = []
-    evaluate(lambda _: tiny_target, measured, recorded, SETTINGS, tmp_path, parts=["offline"], tell=told.append)
+    evaluate(
+        lambda _: tiny_target, measured, Heldout(recorded), SETTINGS, tmp_path, parts=["offline"], tell=told.append
+    )
     mine, theirs = (read_json(folder / "prompts.json") for folder in (tmp_path, measured / "eval"))
     assert mine["num_tokens"] == theirs["num_tokens"]
 
@@ -94,8 +99,14 @@ def test_a_tree_that_the_head_cannot_draft_is_refused(tiny_target, measured, rec
     wide = dataclasses.replace(SETTINGS, trees=[[1000]])
     with pytest.raises(WrongInput, match="1000 children of one node, expected at most"):
         evaluate(
-            lambda _: tiny_target, measured, recorded, wide, tmp_path, parts=["offline"], tell=lambda line: None
-        )  # fmt: skip
+            lambda _: tiny_target,
+            measured,
+            Heldout(recorded),
+            wide,
+            tmp_path,
+            parts=["offline"],
+            tell=lambda line: None,
+        )
     assert not (tmp_path / "acceptance.json").exists()
 
 

@@ -11,6 +11,7 @@ from headstart.eval.greedy import verify_greedy
 from headstart.eval.identity import Rescorer, identity_check
 from headstart.eval.parts import Parts
 from headstart.eval.proof import noisy_draft
+from headstart.eval.speculation import PLAIN, Speculation
 from headstart.eval.tree_drafts import DynamicTree
 from headstart.heads.settings import TargetSettings
 from headstart.heads.target import Target, load_target
@@ -31,7 +32,7 @@ def ways(tiny_target):
     }
     plain, script = {}, {}
     for batch, texts in prompts.items():
-        replies = decode(tiny_target, texts, None, 0, REPLIES[batch][1] + DRAFT_LENGTH + 1, NO_STOP, batch=batch)
+        replies = decode(tiny_target, texts, PLAIN, REPLIES[batch][1] + DRAFT_LENGTH + 1, NO_STOP, batch=batch)
         plain[batch] = [reply.token_ids[: REPLIES[batch][1]] for reply in replies]
         script |= {tuple(text): reply.token_ids for text, reply in zip(texts, replies, strict=True)}
     paths = [make_path(text, reply[:80]) for text, reply in zip(prompts[8], plain[8], strict=True)]
@@ -53,7 +54,8 @@ def test_float32_replies_are_the_plain_ones_over_20000_tokens(tiny_target, ways)
     num_tokens, accepted = 0, dict.fromkeys(drafters, 0)
     for name, (drafter, tree) in drafters.items():
         for batch, (_, limit) in REPLIES.items():
-            replies = decode(tiny_target, prompts[batch], drafter, DRAFT_LENGTH, limit, NO_STOP, batch=batch, tree=tree)
+            way = Speculation(drafter, DRAFT_LENGTH, tree=tree)
+            replies = decode(tiny_target, prompts[batch], way, limit, NO_STOP, batch=batch)
             assert [reply.token_ids for reply in replies] == plain[batch], (name, batch)
             num_tokens += sum(len(reply.token_ids) for reply in replies)
             accepted[name] += sum(step.accepted for reply in replies for step in reply.steps)
@@ -100,8 +102,8 @@ def test_a_shifted_logit_is_no_tie(close_targets, ways):
 def close_check(target, modules, ways, tree, **options):
     """Replies with drafts against the plain ones of the same weights in other operations."""
     prompts, head = ways[1][8], HeadDrafter(copy.deepcopy(ways[0]["eagle3"][0].head).to(torch.bfloat16))
-    plain = decode(modules, prompts, None, 0, 60, NO_STOP, batch=8)
-    drafted = decode(target, prompts, head, DRAFT_LENGTH, 60, NO_STOP, batch=8, tree=tree, **options)
+    plain = decode(modules, prompts, PLAIN, 60, NO_STOP, batch=8)
+    drafted = decode(target, prompts, Speculation(head, DRAFT_LENGTH, tree=tree, **options), 60, NO_STOP, batch=8)
     assert any(step.accepted for reply in drafted for step in reply.steps)
     tokens = [[reply.token_ids for reply in replies] for replies in (plain, drafted)]
     return identity_check(

@@ -17,6 +17,7 @@ from transformers import (
 
 from headstart.eval.decode import decode
 from headstart.eval.drafters import HeadDrafter
+from headstart.eval.speculation import Speculation
 from headstart.heads.checkpoint import build_head, load_head, save_head
 from headstart.heads.errors import WrongInput
 from headstart.heads.features import FeatureReader
@@ -24,7 +25,7 @@ from headstart.heads.paths import read_paths
 from headstart.heads.settings import Eagle3Settings, TargetSettings
 from headstart.heads.target import TargetLoader, load_target
 from headstart.trainer.data import EvaluationRows, TrainingRows
-from headstart.trainer.loop import train
+from headstart.trainer.loop import Job, train
 from headstart.trainer.settings import TrainSettings
 from headstart.trainer.traffic import make_traffic
 from tests.small_decoding import continuations, fitted_head, make_path, make_prompts
@@ -40,7 +41,7 @@ def trained(target, traffic, reader, folder):
     settings = TrainSettings(num_steps=3, batch_tokens=200, dtype="float32", eval_every=3, save_every=3, log_every=1)
     rows = TrainingRows(list(read_paths(traffic.folder, "train")), reader, settings.batch_tokens, 0)
     validation = EvaluationRows(list(read_paths(traffic.folder, "validation")), reader, 256)
-    train(head, target.output_weight(), rows, validation, settings, folder)
+    train(Job.open(head, target.output_weight(), rows, settings), validation, folder)
     return {name: tensor.detach() for name, tensor in head.trained_tensors().items()}
 
 
@@ -114,7 +115,7 @@ def test_the_same_prompts_give_the_same_counts_however_often_they_are_asked(tiny
     said = continuations(tiny_target, prompts, 12)
     head = fitted_head(tiny_target, [make_path(p, said[tuple(p)], f"p{i}") for i, p in enumerate(prompts)])
     drafter = HeadDrafter(head)
-    runs = [decode(tiny_target, prompts, drafter, 3, 16, batch=2) for _ in range(3)]
+    runs = [decode(tiny_target, prompts, Speculation(drafter, 3), 16, batch=2) for _ in range(3)]
     first = [(reply.token_ids, reply.steps) for reply in runs[0]]
     assert any(step.accepted for reply in runs[0] for step in reply.steps)
     for run in runs[1:]:

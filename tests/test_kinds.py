@@ -11,6 +11,7 @@ from headstart.eval.calibration import stopped
 from headstart.eval.decode import decode
 from headstart.eval.drafters import HeadDrafter
 from headstart.eval.replies import live_counts
+from headstart.eval.speculation import PLAIN, Speculation
 from headstart.heads.batch import pack
 from headstart.trainer.checkpoint import pointed
 from headstart.trainer.console import tensor_table
@@ -79,7 +80,7 @@ def test_replies_that_were_learned_are_drafted_live(kind, target):
     """From first weights out of the target, by the trainer's own steps, through the serving path, at every trained depth."""
     prompts = make_prompts(target, [7, 9, 5, 12, 8, 6, 10, 11])
     names = [f"p{i}" for i in range(len(prompts))]
-    plain = decode(target, prompts, None, 0, 16, NO_STOP)
+    plain = decode(target, prompts, PLAIN, 16, NO_STOP)
     paths = [make_path(p, r.token_ids, name) for p, r, name in zip(prompts, plain, names, strict=True)]
     features = RandomFeatures()
     for path, read in zip(paths, target.read([path.token_N for path in paths]), strict=True):
@@ -91,7 +92,7 @@ def test_replies_that_were_learned_are_drafted_live(kind, target):
     head = untrained_head(target, kind=kind, every=1)
     rows = TrainingRows(paths, features, settings.batch_tokens, 0)
     steps_until(Job.open(head, target.output_weight(), rows, settings), 200, lambda first: 0.02)
-    live = decode(target, prompts, HeadDrafter(head.pack()), 3, 16, NO_STOP, batch=8)
+    live = decode(target, prompts, Speculation(HeadDrafter(head.pack()), 3), 16, NO_STOP, batch=8)
     counts = live_counts(live, names, ["chat"] * 8, 3)
     accepted_K, judged_K = sum(c.accepted_K for c in counts), sum(c.judged_K for c in counts)
     assert (accepted_K >= np.array([0.95, 0.9, 0.9]) * judged_K).all()
@@ -101,7 +102,7 @@ def test_replies_that_were_learned_are_drafted_live(kind, target):
 @every_kind
 def test_live_replies_are_the_targets_own_and_take_the_steps_computed_offline(kind, target):
     prompts = make_prompts(target, [7, 12, 20, 33])
-    plain = decode(target, prompts, None, 0, 24, NO_STOP)
+    plain = decode(target, prompts, PLAIN, 24, NO_STOP)
     names = [f"p{i}" for i in range(len(prompts))]
     paths = [make_path(p, r.token_ids, name) for p, r, name in zip(prompts, plain, names, strict=True)]
     head = fitted_head(target, paths[:2], kind=kind)
@@ -109,7 +110,7 @@ def test_live_replies_are_the_targets_own_and_take_the_steps_computed_offline(ki
     batch = pack([(path, s.taps, s.final) for path, s in zip(paths, states, strict=True)])
     for draft_length, stop_below in ((1, 0.0), (3, 0.2), (3, 0.0)):
         drafter = HeadDrafter(head.pack(), stop_below=stop_below)
-        live = decode(target, prompts, drafter, draft_length, 24, NO_STOP, batch=3)
+        live = decode(target, prompts, Speculation(drafter, draft_length), 24, NO_STOP, batch=3)
         assert [r.token_ids for r in live] == [r.token_ids for r in plain]
         replies = reply_acceptance(head, [batch], draft_length)
         offline = count_replies([stopped(reply, stop_below) for reply in replies], draft_length)

@@ -12,7 +12,7 @@ from headstart.heads.paths import Path, Prompt
 from headstart.heads.settings import Eagle3Settings
 from headstart.heads.vocabulary import choose_draft_vocabulary
 from headstart.trainer.data import EvaluationRows, TrainingRows
-from headstart.trainer.loop import train
+from headstart.trainer.loop import Job, train
 from headstart.trainer.metrics import METRICS, read_metrics
 from headstart.trainer.settings import TrackingSettings, TrainSettings
 from tests.small_training import SETTINGS, RandomFeatures, run
@@ -67,7 +67,7 @@ def test_a_memorisable_set_is_memorised(tiny_target, answered, tmp_path, kind, l
     rows = TrainingRows(paths, features, settings.batch_tokens, 0)
     validation = EvaluationRows(paths, features, 256)
     head = make_head(tiny_target, paths, 400)
-    train(head, tiny_target.output_weight(), rows, validation, settings, tmp_path, draft_length=3)
+    train(Job.open(head, tiny_target.output_weight(), rows, settings, draft_length=3), validation, tmp_path)
     lines = read_metrics(tmp_path / METRICS)
     losses = [line["train/loss"] for line in lines if "train/loss" in line]
     accept_len = [line["accept_len"] for line in lines if "accept_len" in line]

@@ -12,6 +12,7 @@ from headstart.eval.drafters import HeadDrafter
 from headstart.eval.enumeration import Toy, ToyDecoder, plain_law
 from headstart.eval.faults import FAULTS, STALE_CACHE, RejectedDrafter, StaleCache
 from headstart.eval.gate import failures
+from headstart.eval.heldout import Heldout
 from headstart.eval.identity import Rescorer, identity_check, overall_verdict
 from headstart.eval.law_tests import (
     LEVEL,
@@ -24,7 +25,7 @@ from headstart.eval.law_tests import (
 )
 from headstart.eval.lossless import (
     REST,
-    Speculation,
+    Decoder,
     count_cells,
     expected_cells,
     first_tokens_check,
@@ -34,6 +35,7 @@ from headstart.eval.lossless import (
 from headstart.eval.measure import evaluate
 from headstart.eval.proof import false_alarms, prove, replaced_cache
 from headstart.eval.settings import EvalSettings
+from headstart.eval.speculation import PLAIN, Speculation
 from headstart.eval.toy_samples import long_replies
 from headstart.heads.checkpoint import save_head
 from headstart.heads.sampling import Sampling
@@ -53,7 +55,7 @@ SETTINGS = EvalSettings(
 @pytest.fixture(scope="module")
 def recorded(tiny_target):
     prompts = make_prompts(tiny_target, [7, 12, 20, 9])
-    replies = decode(tiny_target, prompts, None, 0, 24, batch=4)
+    replies = decode(tiny_target, prompts, PLAIN, 24, batch=4)
     return [make_path(p, r.token_ids, f"p{i}") for i, (p, r) in enumerate(zip(prompts, replies, strict=True))]
 
 
@@ -62,8 +64,9 @@ def head(tiny_target, recorded):
     return fitted_head(tiny_target, recorded)
 
 
-def way(target, head, **settings):
-    return Speculation(target, HeadDrafter(head), **{"sampling": Sampling(1.0), "draft_length": 3, **settings})
+def decoder(target, head, batch=8, **way):
+    settings = {"drafter": HeadDrafter(head), "draft_length": 3, "sampling": Sampling(1.0), **way}
+    return Decoder(target, Speculation(**settings), batch)
 
 
 # The two tests.
@@ -179,13 +182,13 @@ def test_wrong_laws_are_caught_on_the_toy_too(proof):
 
 def test_the_stale_cache_is_wrong_behind_rejected_drafts_only(tiny_target):
     prompts = [list(range(10 + i, 42 + i)) for i in range(2)]
-    plain = decode(tiny_target, prompts, None, 0, 16, NO_STOP, batch=2)
+    plain = decode(tiny_target, prompts, PLAIN, 16, NO_STOP, batch=2)
     with replaced_cache(tiny_target, StaleCache):
-        without = decode(tiny_target, prompts, None, 0, 16, NO_STOP, batch=2)
-        drafted = decode(tiny_target, prompts, RejectedDrafter(), 2, 16, NO_STOP, batch=2)
+        without = decode(tiny_target, prompts, PLAIN, 16, NO_STOP, batch=2)
+        drafted = decode(tiny_target, prompts, Speculation(RejectedDrafter(), 2), 16, NO_STOP, batch=2)
     assert [r.token_ids for r in without] == [r.token_ids for r in plain]
     assert [r.token_ids for r in drafted] != [r.token_ids for r in plain]
-    sound = decode(tiny_target, prompts, RejectedDrafter(), 2, 16, NO_STOP, batch=2)
+    sound = decode(tiny_target, prompts, Speculation(RejectedDrafter(), 2), 16, NO_STOP, batch=2)
     assert [r.token_ids for r in sound] == [r.token_ids for r in plain]
 
 
@@ -198,12 +201,12 @@ def test_the_stale_cache_is_wrong_behind_rejected_drafts_only(tiny_target):
         {"draft": "greedy"},
         {"draft": "sampled", "rule": "blocks"},
         {"draft": "sampled", "sampling": Sampling(0.8, top_k=40, top_p=0.9)},
-        {"drafter": None},
+        {"drafter": None, "draft_length": 0},
     ],
     ids=str,
 )
 def test_sampled_replies_follow_the_targets_law(tiny_target, head, settings):
-    sound = dataclasses.replace(way(tiny_target, head), **settings)
+    sound = decoder(tiny_target, head, **settings)
     prompts = make_prompts(tiny_target, [6, 9])
     first = first_tokens_check(dataclasses.replace(sound, batch=32), prompts, 600)
     names = [str(i) for i in range(24)]
@@ -222,7 +225,7 @@ def keeps_every_draft(target_TV, draft_KV, drafts, chance):
 
 @pytest.mark.parametrize("draft", ["greedy", "sampled"])
 def test_a_rule_that_keeps_every_draft_is_caught_on_the_real_decoder(tiny_target, head, draft):
-    wrong = way(tiny_target, head, draft=draft, rule=keeps_every_draft)
+    wrong = decoder(tiny_target, head, draft=draft, rule=keeps_every_draft)
     prompts = make_prompts(tiny_target, [6, 9])
     checks = [
         first_tokens_check(dataclasses.replace(wrong, batch=32), prompts, 600),
@@ -235,7 +238,7 @@ def test_a_rule_that_keeps_every_draft_is_caught_on_the_real_decoder(tiny_target
 
 
 def test_a_token_that_the_filter_removes_is_impossible(tiny_target, head):
-    narrow = way(tiny_target, head, sampling=Sampling(1.0, top_k=3), rule=keeps_every_draft, draft="sampled")
+    narrow = decoder(tiny_target, head, sampling=Sampling(1.0, top_k=3), rule=keeps_every_draft, draft="sampled")
     check = martingale_check(narrow, ["a", "b"], make_prompts(tiny_target, [6, 9]), 20)
     assert check["num_impossible"] > 0
     assert (check["verdict"], check["p_value"]) == ("fail", 0.0)
@@ -247,7 +250,13 @@ def test_the_certificate_of_sampled_replies_is_conclusive(tiny_target, recorded,
     save_head(tmp_path, head, step=1)
     told: list[str] = []
     evaluate(
-        lambda dtype: tiny_target, tmp_path, sampled, SETTINGS, tmp_path / "eval", parts=["lossless"], tell=told.append
+        lambda dtype: tiny_target,
+        tmp_path,
+        Heldout(sampled),
+        SETTINGS,
+        tmp_path / "eval",
+        parts=["lossless"],
+        tell=told.append,
     )
     text = (tmp_path / "eval" / "lossless.json").read_text()
     content = json.loads(text)
@@ -271,9 +280,9 @@ def test_the_certificate_of_sampled_replies_is_conclusive(tiny_target, recorded,
 
 def test_replies_that_do_not_end_at_their_first_stop_token_are_seen(tiny_target, head):
     stops = tuple(tiny_target.facts.stop_ids)
-    way_ = way(tiny_target, head)
+    sound = decoder(tiny_target, head)
     for reply, wrong in (([5, 6, 7, 8], 0), ([5, *stops[:1]], 0), ([5, *stops[:1], 6, 7], 1), ([5, 6], 1)):
-        assert num_wrong_ends(way_, [[1, 2]], [reply], 4) == wrong
+        assert num_wrong_ends(sound, [[1, 2]], [reply], 4) == wrong
 
 
 # Cases.
@@ -282,8 +291,8 @@ def test_replies_that_do_not_end_at_their_first_stop_token_are_seen(tiny_target,
 def test_greedy_replies_to_a_hundred_prompts_are_the_plain_ones(tiny_target, head):
     """Case 83, float32: exact."""
     prompts = make_prompts(tiny_target, [5 + i % 30 for i in range(100)], seed=8)
-    plain = decode(tiny_target, prompts, None, 0, 12, batch=8)
-    drafted = decode(tiny_target, prompts, HeadDrafter(head), 3, 12, batch=8)
+    plain = decode(tiny_target, prompts, PLAIN, 12, batch=8)
+    drafted = decode(tiny_target, prompts, Speculation(HeadDrafter(head), 3), 12, batch=8)
     assert [r.token_ids for r in drafted] == [r.token_ids for r in plain]
 
 
@@ -291,13 +300,13 @@ def test_a_forced_near_tie_is_listed_as_a_tie_and_another_token_as_a_bug():
     """Case 83, bfloat16: two tokens with the same output row; taking the other one is a tie, taking a third is none."""
     target = load_target(TargetSettings(model="tiny", dtype="bfloat16", device="cpu"))
     prompt = make_prompts(target, [12], seed=2)[0]
-    best = decode(target, [prompt], None, 0, 1, NO_STOP)[0].token_ids[0]
+    best = decode(target, [prompt], PLAIN, 1, NO_STOP)[0].token_ids[0]
     twin = best + 1 if best + 1 < target.facts.num_tokens else best - 1
     weight = target.model.get_output_embeddings().weight
     with torch.no_grad():
         weight[twin] = weight[best]
     target = Target(target.model, target.tokenizer, target.facts, target.taps)
-    plain = decode(target, [prompt], None, 0, 4, NO_STOP)[0].token_ids
+    plain = decode(target, [prompt], PLAIN, 4, NO_STOP)[0].token_ids
     assert plain[0] in (best, twin)
     other = best if plain[0] == twin else twin
     third = next(token for token in range(5, 100) if token not in (best, twin))
@@ -322,7 +331,7 @@ def test_a_ruined_draft_is_lossless_and_below_the_acceptance_floor(tiny_target, 
         evaluate(
             lambda dtype: tiny_target,
             folder,
-            recorded,
+            Heldout(recorded),
             SETTINGS,
             folder / "eval",
             parts=["live"],

@@ -13,6 +13,7 @@ from headstart.eval.decode import decode
 from headstart.eval.drafters import Proposal
 from headstart.eval.gate import failures
 from headstart.eval.greedy import verify_greedy
+from headstart.eval.heldout import Heldout
 from headstart.eval.identity import (
     Rescorer,
     first_difference,
@@ -26,6 +27,7 @@ from headstart.eval.parts import Parts
 from headstart.eval.report import write_report
 from headstart.eval.sampled_live import request_names
 from headstart.eval.settings import EvalSettings
+from headstart.eval.speculation import PLAIN, Speculation
 from headstart.eval.speed import recommend
 from headstart.eval.subject import read_batches
 from headstart.eval.summary import routes_lost_to_ngram
@@ -83,7 +85,7 @@ KEYS = {  # in the order of schemas.md
 @pytest.fixture(scope="module")
 def recorded(tiny_target):
     prompts = make_prompts(tiny_target, [7, 12, 20, 9])
-    replies = decode(tiny_target, prompts, None, 0, 20)
+    replies = decode(tiny_target, prompts, PLAIN, 20)
     paths = [make_path(p, r.token_ids, f"p{i}") for i, (p, r) in enumerate(zip(prompts, replies, strict=True))]
     return [dataclasses.replace(path, route=("chat", "code")[i % 2]) for i, path in enumerate(paths)]
 
@@ -92,7 +94,7 @@ def recorded(tiny_target):
 def measured(tiny_target, recorded, tmp_path_factory):
     folder = tmp_path_factory.mktemp("run")
     save_head(folder, fitted_head(tiny_target, recorded[:2]), step=5)
-    evaluate(lambda dtype: tiny_target, folder, recorded, SETTINGS, folder / "eval", tell=lambda line: None)
+    evaluate(lambda dtype: tiny_target, folder, Heldout(recorded), SETTINGS, folder / "eval", tell=lambda line: None)
     return folder
 
 
@@ -169,14 +171,28 @@ def test_a_part_measured_again_keeps_the_rest(tiny_target, measured, recorded):
     (measured / "eval" / "acceptance.json").write_text(json.dumps(before))
     quick = dataclasses.replace(SETTINGS, ngram=False)
     tell: list[str] = []
-    evaluate(lambda dtype: tiny_target, measured, recorded, quick, measured / "eval", parts=["live"], tell=tell.append)
+    evaluate(
+        lambda dtype: tiny_target,
+        measured,
+        Heldout(recorded),
+        quick,
+        measured / "eval",
+        parts=["live"],
+        tell=tell.append,
+    )
     after = read_json(measured / "eval" / "acceptance.json")
     assert engine_row in after["rows"]
     assert len(after["rows"]) == len(before["rows"])
     assert len(read_json(measured / "eval" / "lossless.json")["checks"]) == 6
     assert "lossless: lossless" in tell[-1]
     evaluate(
-        lambda dtype: tiny_target, measured, recorded, quick, measured / "eval", parts=["offline"], tell=tell.append
+        lambda dtype: tiny_target,
+        measured,
+        Heldout(recorded),
+        quick,
+        measured / "eval",
+        parts=["offline"],
+        tell=tell.append,
     )
     assert read_json(measured / "eval" / "acceptance.json")["live_agreement"] == after["live_agreement"]
 
@@ -187,7 +203,13 @@ def test_a_certificate_alone_leaves_every_other_figure(tiny_target, measured, re
     few = dataclasses.replace(SETTINGS, lossless_samples=64, lossless_tokens=64)
     told: list[str] = []
     evaluate(
-        lambda dtype: tiny_target, measured, recorded, few, tmp_path / "eval", parts=["lossless"], tell=told.append
+        lambda dtype: tiny_target,
+        measured,
+        Heldout(recorded),
+        few,
+        tmp_path / "eval",
+        parts=["lossless"],
+        tell=told.append,
     )
     changed = {file.name for file in (tmp_path / "eval").iterdir() if file.read_bytes() != before.get(file.name)}
     assert changed == {"lossless.json"}
@@ -234,7 +256,7 @@ def test_paths_of_several_sampling_settings_are_refused(tiny_target, recorded, t
     mixed = [recorded[0], dataclasses.replace(recorded[1], sampling={"temperature": 1.0})]
     for paths in ([], mixed):
         with pytest.raises(WrongInput):
-            evaluate(lambda dtype: tiny_target, tmp_path, paths, SETTINGS, tmp_path / "eval")
+            evaluate(lambda dtype: tiny_target, tmp_path, Heldout(paths), SETTINGS, tmp_path / "eval")
 
 
 SAMPLING = Sampling(0.7, 40, 0.9)
@@ -250,10 +272,11 @@ def sampled(tiny_target, recorded, tmp_path_factory):
     save_head(folder, fitted_head(tiny_target, recorded[:2]), step=1)
     prompts = make_prompts(tiny_target, [7, 12, 9, 15, 8, 11, 6, 10], seed=3)
     names = [f"p{i}" for i in range(len(prompts))]
-    replies = decode(tiny_target, prompts, None, 0, 10, batch=8, sampling=SAMPLING, request_ids=names)
+    replies = decode(tiny_target, prompts, Speculation(sampling=SAMPLING), 10, batch=8, request_ids=names)
     paths = [make_path(p, r.token_ids, n, SAMPLING) for p, r, n in zip(prompts, replies, names, strict=True)]
-    options = {"max_new_tokens": 10, "tell": lambda line: None}
-    return folder, evaluate(lambda _: tiny_target, folder, paths, SAMPLED_SETTINGS, folder / "eval", **options)
+    heldout = Heldout(paths, max_new_tokens=10)
+    told: list[str] = []
+    return folder, evaluate(lambda _: tiny_target, folder, heldout, SAMPLED_SETTINGS, folder / "eval", tell=told.append)
 
 
 def test_sampled_replies_have_a_verdict_by_themselves(sampled):
@@ -301,13 +324,13 @@ def test_live_replies_have_random_numbers_of_their_own(recorded):
 
 def test_generate_gives_the_plain_replies(tiny_target):
     prompts = make_prompts(tiny_target, [6, 17, 11], seed=4)
-    plain = decode(tiny_target, prompts, None, 0, 16)
+    plain = decode(tiny_target, prompts, PLAIN, 16)
     assert generate(tiny_target, prompts, 16) == [reply.token_ids for reply in plain]
 
 
 def test_a_wrong_token_is_called_a_bug_with_its_place(tiny_target):
     prompts = make_prompts(tiny_target, [10])
-    plain = decode(tiny_target, prompts, None, 0, 12, NO_STOP)[0].token_ids
+    plain = decode(tiny_target, prompts, PLAIN, 12, NO_STOP)[0].token_ids
     wrong = [*plain[:5], (plain[5] + 1) % 400, *plain[6:]]
     check = identity_check(
         Rescorer(tiny_target), ["p0"], prompts, [plain], [wrong], against="plain", draft_length=2, batch=1
@@ -353,7 +376,7 @@ def test_a_verify_rule_that_accepts_everything_is_caught(tiny_target):
     prompts = make_prompts(tiny_target, [8, 15])
     script = ScriptedDrafter(continuations(tiny_target, prompts, 30), 1)
     plain = [script.continuations[tuple(p)][:20] for p in prompts]
-    faulty = decode(tiny_target, prompts, script, 3, 20, NO_STOP, parts=Parts(verify_greedy=accept_all))
+    faulty = decode(tiny_target, prompts, Speculation(script, 3, parts=Parts(verify_greedy=accept_all)), 20, NO_STOP)
     check = identity_check(
         Rescorer(tiny_target),
         ["a", "b"],
@@ -387,7 +410,7 @@ def test_an_unequal_step_is_found_and_is_no_tie(tiny_target, recorded):
     path = recorded[0]
     offline = reply_acceptance(head, read_batches(tiny_target, head, [path]), 3)[0]
     prompt = path.prompt_token_ids
-    live = decode(tiny_target, [prompt], HeadDrafter(head), 3, path.num_reply_tokens)[0]
+    live = decode(tiny_target, [prompt], Speculation(HeadDrafter(head), 3), path.num_reply_tokens)[0]
     assert first_unequal_step(offline, live) is None
     offline.accept_TK[0, 0] = 1 - offline.accept_TK[0, 0]
     assert first_unequal_step(offline, live) == (0, 0)

@@ -15,6 +15,7 @@ from headstart.eval.decode import decode
 from headstart.eval.drafters import HeadDrafter, NgramDrafter, SuffixDrafter, lookup_acceptance
 from headstart.eval.proof import noisy_draft
 from headstart.eval.replies import live_counts
+from headstart.eval.speculation import Speculation
 from headstart.eval.target_law import TargetLaw
 from headstart.heads.batch import pack
 from headstart.heads.errors import WrongInput
@@ -49,10 +50,9 @@ class Bench:
         self.script = ScriptedDrafter(continuations(target, self.prompts, NUM_NEW + 8), 3)
 
     def decode(self, drafter, draft_length, sampling, seed, number=NUM_PROMPTS, **options):
-        return decode(
-            self.target, self.prompts[:number], drafter, draft_length, NUM_NEW, NO_STOP, batch=32,
-            sampling=sampling, seed=seed, request_ids=self.names[:number], **options,
-        )  # fmt: skip
+        way = Speculation(drafter, draft_length, sampling, **options)
+        texts, ids = self.prompts[:number], self.names[:number]
+        return decode(self.target, texts, way, NUM_NEW, NO_STOP, batch=32, seed=seed, request_ids=ids)
 
     def record(self, sampling, occasion, number=NUM_PROMPTS):
         """Replies of plain decoding, with random numbers of their own."""

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from headstart.eval.decode import decode
+from headstart.eval.speculation import PLAIN
 from headstart.heads.draft import DraftModel
 from headstart.heads.settings import DraftSettings, MedusaSettings
 from headstart.launch.settings import Recipe
@@ -28,7 +29,7 @@ SETTINGS = TrainSettings(
 def recorded(tiny_target):
     """Ten replies of the target with their features."""
     prompts = make_prompts(tiny_target, [1, 7, 5, 12, 9, 3, 20, 8, 6, 11])
-    replies = decode(tiny_target, prompts, None, 0, 24, NO_STOP, batch=10)
+    replies = decode(tiny_target, prompts, PLAIN, 24, NO_STOP, batch=10)
     paths = [
         make_path(p, r.token_ids[: 15 + i], f"p{i}") for i, (p, r) in enumerate(zip(prompts, replies, strict=True))
     ]
@@ -120,7 +121,7 @@ def test_training_with_own_steps_resumes_as_if_never_stopped(tiny_target, record
         rows = own_rows(tiny_target, recorded, head, SETTINGS.on_policy)
         assert {rows.reads_head(step) for step in (4, 5, 6)} == {True, False}
         validation = EvaluationRows(recorded[0][:2], recorded[1], 256)
-        train(head, tiny_target.output_weight(), rows, validation, SETTINGS, folder, draft_length=2)
+        train(Job.open(head, tiny_target.output_weight(), rows, SETTINGS, draft_length=2), validation, folder)
         return head
 
     unbroken = run(tmp_path / "unbroken")

@@ -9,10 +9,12 @@ import torch
 from headstart.eval.compare import REPLICATES, compare_route
 from headstart.eval.decode import decode
 from headstart.eval.drafters import HeadDrafter
+from headstart.eval.heldout import Heldout
 from headstart.eval.measure import evaluate
 from headstart.eval.prompt_sums import read_sums
 from headstart.eval.report import write_report
 from headstart.eval.settings import EvalSettings
+from headstart.eval.speculation import PLAIN, Speculation
 from headstart.heads.checkpoint import build_head, checkpoint_identity, save_head
 from headstart.heads.errors import WrongInput
 from headstart.heads.settings import Eagle3Settings, MedusaSettings
@@ -27,7 +29,7 @@ SETTINGS = EvalSettings(draft_lengths=[1, 2], draft_length=2, replicates=50, ngr
 @pytest.fixture(scope="module")
 def recorded(tiny_target):
     prompts = make_prompts(tiny_target, [7, 12, 20, 9, 6, 15, 8])
-    replies = decode(tiny_target, prompts, None, 0, 16, NO_STOP, batch=7)
+    replies = decode(tiny_target, prompts, PLAIN, 16, NO_STOP, batch=7)
     return [make_path(p, r.token_ids, f"p{i}") for i, (p, r) in enumerate(zip(prompts, replies, strict=True))]
 
 
@@ -67,13 +69,23 @@ def test_both_heads_are_measured_on_the_same_replies_and_compared(tiny_target, r
     new, old = (run / name / "checkpoints" / step for name, step in (("new", "step-000009"), ("old", "step-000005")))
     told: list[str] = []
     results = evaluate(
-        lambda dtype: tiny_target, new, recorded, SETTINGS, run / "new" / "eval", parts=["offline"], previous=old,
+        lambda dtype: tiny_target,
+        new,
+        Heldout(recorded, previous=old),
+        SETTINGS,
+        run / "new" / "eval",
+        parts=["offline"],
         tell=told.append,
-    )  # fmt: skip
+    )
     evaluate(
-        lambda dtype: tiny_target.with_taps([1, 3]), old, recorded, SETTINGS, run / "old" / "eval", parts=["offline"],
+        lambda dtype: tiny_target.with_taps([1, 3]),
+        old,
+        Heldout(recorded),
+        SETTINGS,
+        run / "old" / "eval",
+        parts=["offline"],
         tell=told.append,
-    )  # fmt: skip
+    )
     for file, rules in (("acceptance", acceptance_violations), ("prompts", prompts_violations)):
         assert rules(run / "new" / "eval" / f"{file}.json") == []
     acceptance = results["acceptance"]
@@ -99,17 +111,27 @@ def test_a_previous_head_of_another_kind_may_draft_fewer_tokens(tiny_target, rec
     save_head(tmp_path, head, 3)
     new = run / "new" / "checkpoints" / "step-000009"
     results = evaluate(
-        lambda dtype: tiny_target, new, recorded, SETTINGS, tmp_path / "eval", parts=["offline"], previous=tmp_path,
+        lambda dtype: tiny_target,
+        new,
+        Heldout(recorded, previous=tmp_path),
+        SETTINGS,
+        tmp_path / "eval",
+        parts=["offline"],
         tell=lambda line: None,
-    )  # fmt: skip
+    )
     rows = [row for row in results["acceptance"]["rows"] if (row["drafter"], row["route"]) == ("previous", "all")]
     short, long = rows[0], next(row for row in rows if row["draft_length"] == 2)
     assert long["accept_len"] == short["accept_len"]
     assert long["conditional"] == [*short["conditional"], {"value": None, "low": None, "high": None}]
     without = evaluate(
-        lambda dtype: tiny_target, new, recorded, SETTINGS, tmp_path / "eval", parts=["offline"],
+        lambda dtype: tiny_target,
+        new,
+        Heldout(recorded),
+        SETTINGS,
+        tmp_path / "eval",
+        parts=["offline"],
         tell=lambda line: None,
-    )["acceptance"]  # fmt: skip
+    )["acceptance"]
     assert "previous" not in {row["drafter"] for row in without["rows"]} | without.keys()
 
 
@@ -158,5 +180,5 @@ def test_a_session_follows_the_taps_of_its_target(tiny_target, recorded, run):
     head = load_head(run / "old" / "checkpoints" / "step-000005", other)
     path = recorded[0]
     prompt = path.prompt_token_ids
-    found = decode(other, [prompt], HeadDrafter(head), 2, 16, NO_STOP)[0]
+    found = decode(other, [prompt], Speculation(HeadDrafter(head), 2), 16, NO_STOP)[0]
     assert found.token_ids == path.token_N[path.num_prompt_tokens :].tolist()

@@ -10,6 +10,7 @@ from headstart.eval.decode import decode
 from headstart.eval.drafters import HeadDrafter, NgramDrafter, SuffixDrafter
 from headstart.eval.proof import noisy_draft
 from headstart.eval.replies import live_counts
+from headstart.eval.speculation import Speculation
 from headstart.heads.sampling import Sampling, filtered_probabilities
 from tests.scripted import ScriptedDrafter
 from tests.small_decoding import NO_STOP, continuations, make_prompts, random_draft, untrained_head
@@ -43,19 +44,17 @@ def probabilities(target, prompt, sampling, length):
     return texts
 
 
-def assert_law(target, drafter, prompt, **options):
+def assert_law(target, drafter, prompt, **way):
     """Chi-square of whole replies against their exact probabilities, at level 1e-4 with fixed random numbers."""
     sampling, number = Sampling(1.5, top_k=3), 1500
     replies = decode(
         target,
         [prompt] * number,
-        drafter,
+        Speculation(drafter, sampling=sampling, **way),
         max_new_tokens=4,
         stop_ids=NO_STOP,
         batch=100,
-        sampling=sampling,
         seed=5,
-        **options,
     )
     exact = probabilities(target, prompt, sampling, 4)
     counts = dict.fromkeys(exact, 0)
@@ -91,10 +90,9 @@ def test_batch_and_order_change_no_reply_and_no_count(tiny_target, drafters, kin
     stops = list(range(0, 500, 9))  # rows finish at different times
 
     def run(order, batch):
-        replies = decode(
-            tiny_target, [prompts[i] for i in order], drafters[kind], 3, 25, stops, batch=batch,
-            sampling=Sampling(1.0), draft=draft, request_ids=[names[i] for i in order], seed=3,
-        )  # fmt: skip
+        way = Speculation(drafters[kind], 3, Sampling(1.0), draft)
+        texts, ids = [prompts[i] for i in order], [names[i] for i in order]
+        replies = decode(tiny_target, texts, way, 25, stops, batch=batch, seed=3, request_ids=ids)
         return {
             names[i]: (reply.token_ids, reply.steps, reply.finish_reason)
             for i, reply in zip(order, replies, strict=True)
@@ -109,9 +107,8 @@ def test_random_numbers_come_from_seed_and_request(tiny_target):
     prompt = make_prompts(tiny_target, [9])[0]
 
     def run(seed, *ids):
-        replies = decode(
-            tiny_target, [prompt] * len(ids), None, 0, 12, NO_STOP, sampling=Sampling(1.0), seed=seed, request_ids=ids
-        )
+        way = Speculation(sampling=Sampling(1.0))
+        replies = decode(tiny_target, [prompt] * len(ids), way, 12, NO_STOP, seed=seed, request_ids=ids)
         return [reply.token_ids for reply in replies]
 
     first, second = run(0, "a", "b")
@@ -122,7 +119,7 @@ def test_random_numbers_come_from_seed_and_request(tiny_target):
 
 def test_prefill_draws_the_first_token_too(tiny_target):
     prompt = make_prompts(tiny_target, [9])[0]
-    replies = decode(tiny_target, [prompt] * 40, None, 0, 1, NO_STOP, batch=40, sampling=Sampling(1.5))
+    replies = decode(tiny_target, [prompt] * 40, Speculation(sampling=Sampling(1.5)), 1, NO_STOP, batch=40)
     assert len({reply.token_ids[0] for reply in replies}) > 3
 
 
@@ -131,12 +128,10 @@ def test_prefill_draws_the_first_token_too(tiny_target):
 def test_one_possible_token_is_greedy_decoding(tiny_target, drafters, kind, rule):
     """top_k = 1 leaves one token: every rule and draft must give the greedy reply, and greedy's steps for greedy drafts."""
     prompts = make_prompts(tiny_target, [6, 15, 11])
-    greedy = decode(tiny_target, prompts, drafters[kind], 4, 24, NO_STOP, batch=3)
+    greedy = decode(tiny_target, prompts, Speculation(drafters[kind], 4), 24, NO_STOP, batch=3)
     for draft in DRAFTS:
-        one = decode(
-            tiny_target, prompts, drafters[kind], 4, 24, NO_STOP, batch=3,
-            sampling=Sampling(0.7, top_k=1), draft=draft, rule=rule,
-        )  # fmt: skip
+        way = Speculation(drafters[kind], 4, Sampling(0.7, top_k=1), draft, rule)
+        one = decode(tiny_target, prompts, way, 24, NO_STOP, batch=3)
         assert [r.token_ids for r in one] == [r.token_ids for r in greedy]
         if draft == "greedy":
             assert [r.steps for r in one] == [r.steps for r in greedy]
@@ -146,10 +141,8 @@ def test_blocks_keep_more_drafts_than_tokens_one_by_one(tiny_target, drafters):
     prompts = make_prompts(tiny_target, [6] * 64)
     means = {}
     for rule in RULES:
-        replies = decode(
-            tiny_target, prompts, drafters["model"], 6, 25, NO_STOP, batch=64,
-            sampling=Sampling(1.0), draft="sampled", rule=rule,
-        )  # fmt: skip
+        way = Speculation(drafters["model"], 6, Sampling(1.0), "sampled", rule)
+        replies = decode(tiny_target, prompts, way, 25, NO_STOP, batch=64)
         counts = live_counts(replies, [""] * 64, [""] * 64, 6)
         means[rule] = sum(c.num_tokens for c in counts) / sum(c.num_steps for c in counts)
     assert means["blocks"] > means["tokens"] + 0.05
@@ -161,10 +154,8 @@ def test_token_limit_below_the_draft_length(tiny_target, drafters, max_new_token
     prompts = make_prompts(tiny_target, [10, 13])
     for drafter in drafters.values():
         for whole in (False, True):
-            replies = decode(
-                tiny_target, prompts, drafter, 8, max_new_tokens, NO_STOP, batch=2, whole_blocks=whole,
-                sampling=Sampling(1.0), draft=draft,
-            )  # fmt: skip
+            way = Speculation(drafter, 8, Sampling(1.0), draft, whole_blocks=whole)
+            replies = decode(tiny_target, prompts, way, max_new_tokens, NO_STOP, batch=2)
             for reply in replies:
                 assert len(reply.token_ids) == max_new_tokens
                 assert whole or all(step.whole_drafted <= max_new_tokens - 1 for step in reply.steps)
@@ -175,9 +166,8 @@ def test_prompt_that_leaves_one_token_of_the_context(tiny_target, drafters, draf
     limit = tiny_target.facts.max_position
     prompts = make_prompts(tiny_target, [limit - 1, limit - 3, 9])
     for kind in ("eagle3", "model"):
-        replies = decode(
-            tiny_target, prompts, drafters[kind], 8, 20, NO_STOP, batch=3, sampling=Sampling(1.0), draft=draft
-        )
+        way = Speculation(drafters[kind], 8, Sampling(1.0), draft)
+        replies = decode(tiny_target, prompts, way, 20, NO_STOP, batch=3)
         assert [len(reply.token_ids) for reply in replies] == [1, 3, 20]
 
 
@@ -185,7 +175,8 @@ def test_nothing_follows_a_stop_token_inside_a_block(tiny_target):
     prompts = make_prompts(tiny_target, [8] * 12)
     text = continuations(tiny_target, prompts, 40)
     stops = list(range(0, 500, 7))
-    replies = decode(tiny_target, prompts, ScriptedDrafter(text, 9), 5, 30, stops, batch=12, sampling=Sampling(0.3))
+    way = Speculation(ScriptedDrafter(text, 9), 5, Sampling(0.3))
+    replies = decode(tiny_target, prompts, way, 30, stops, batch=12)
     stopped = [reply for reply in replies if reply.finish_reason == "stop"]
     for reply in stopped:
         assert reply.token_ids[-1] in stops
@@ -196,9 +187,8 @@ def test_nothing_follows_a_stop_token_inside_a_block(tiny_target):
 def test_ids_outside_the_tokenizer_are_never_emitted(tiny_target, drafters):
     """Also where the drafter's law is flat: at a high temperature every id that has mass is drawn sooner or later."""
     prompts = make_prompts(tiny_target, [8] * 16)
-    replies = decode(
-        tiny_target, prompts, drafters["noise"], 4, 40, NO_STOP, batch=16, sampling=Sampling(50.0), draft="sampled"
-    )
+    way = Speculation(drafters["noise"], 4, Sampling(50.0), "sampled")
+    replies = decode(tiny_target, prompts, way, 40, NO_STOP, batch=16)
     tokens = set(itertools.chain.from_iterable(reply.token_ids for reply in replies))
     assert max(tokens) < tiny_target.facts.num_tokens
     assert len(tokens) > 250
@@ -207,4 +197,4 @@ def test_ids_outside_the_tokenizer_are_never_emitted(tiny_target, drafters):
 def test_an_unknown_kind_of_draft_or_rule_is_refused(tiny_target, drafters):
     for options in ({"draft": "Sampled"}, {"rule": "typical"}):
         with pytest.raises((ValueError, KeyError)):
-            decode(tiny_target, [[1, 5]], drafters["eagle3"], 2, 4, sampling=Sampling(1.0), **options)
+            decode(tiny_target, [[1, 5]], Speculation(drafters["eagle3"], 2, Sampling(1.0), **options), 4)

@@ -5,26 +5,29 @@ import json
 
 import pytest
 
+from headstart.eval.decode import decode
+from headstart.eval.heldout import Heldout
 from headstart.eval.measure import evaluate
 from headstart.eval.replies import Reply
 from headstart.eval.report import best_speeds
+from headstart.eval.speculation import PLAIN
 from headstart.eval.timings import Timings, Variant, grouped
 from headstart.heads.checkpoint import save_head
 from headstart.heads.errors import WrongInput
 from headstart.heads.store import read_json
 from tests.small_decoding import NO_STOP, fitted_head, make_path, make_prompts
-from tests.test_measure import SETTINGS, decode
+from tests.test_measure import SETTINGS
 
 
 @pytest.fixture(scope="module")
 def head(tiny_target, tmp_path_factory):
     """A saved head and held-out paths of the tiny target."""
     prompts = make_prompts(tiny_target, [9, 14, 11, 20, 8, 13, 10, 16, 12, 7, 15, 18])
-    replies = decode(tiny_target, prompts, None, 0, 12, NO_STOP)
+    replies = decode(tiny_target, prompts, PLAIN, 12, NO_STOP)
     paths = [make_path(p, r.token_ids, f"p{i}") for i, (p, r) in enumerate(zip(prompts, replies, strict=True))]
     folder = tmp_path_factory.mktemp("speed")
     save_head(folder, fitted_head(tiny_target, paths[:3], steps=5), step=5)
-    return folder, paths
+    return folder, Heldout(paths)
 
 
 @pytest.fixture

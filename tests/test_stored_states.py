@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from headstart.eval.heldout import head_acceptance, measure_setting
+from headstart.eval.heldout import Heldout, head_acceptance, measure_setting
 from headstart.eval.measure import evaluate
 from headstart.eval.settings import EvalSettings
 from headstart.eval.subject import Subject, read_batches
@@ -125,9 +125,13 @@ def test_replies_in_bfloat16_are_held_against_a_decoder_in_bfloat16(tmp_path):
         SETTINGS, speed_prompts=2, speed_new_tokens=4, speed_repeats=1, speed_draft_lengths=[1], ngram=False
     )
     results = evaluate(
-        lambda name: asked.append(name) or targets(name), tmp_path, paths, few, tmp_path / "eval", dtype="bfloat16",
-        features=reader, tell=lambda line: None,
-    )  # fmt: skip
+        lambda name: asked.append(name) or targets(name),
+        tmp_path,
+        Heldout(paths, dtype="bfloat16", features=reader),
+        few,
+        tmp_path / "eval",
+        tell=lambda line: None,
+    )
     assert {*asked} == {"bfloat16"}
     assert results["acceptance"]["environment"]["dtype"] == "bfloat16"
     assert {check["dtype"] for check in results["lossless"]["checks"]} == {"bfloat16"}

@@ -9,10 +9,12 @@ from headstart.eval.acceptance import acceptance_row, count_replies, reply_accep
 from headstart.eval.contexts import break_even, break_even_text, by_context, context_rows, step_cost
 from headstart.eval.decode import decode
 from headstart.eval.drafters import HeadDrafter
+from headstart.eval.heldout import Heldout
 from headstart.eval.measure import evaluate
 from headstart.eval.replies import Reply, Step, live_counts
 from headstart.eval.report import length_part
 from headstart.eval.settings import EvalSettings
+from headstart.eval.speculation import Speculation
 from headstart.eval.speed import crossover, recommend, speed_row
 from headstart.eval.subject import read_batches
 from headstart.eval.summary import acceptance_text, drafts_kept, speed_text
@@ -60,11 +62,10 @@ def measure(tiny_target, paths, tmp_path_factory):
         evaluate(
             lambda dtype: tiny_target,
             run,
-            paths,
+            Heldout(paths, routes=routes),
             settings,
             run / name,
             parts=["offline"],
-            routes=routes,
             tell=told.append,
         )
         return run / name, told
@@ -86,7 +87,7 @@ def test_accept_len_is_over_all_rounds_and_the_table_says_so(tiny_target):
     prompts = make_prompts(tiny_target, [6, 11])
     text = continuations(tiny_target, prompts, 40)
     replies = [
-        decode(tiny_target, [prompt], ScriptedDrafter(text, num_right), 4, limit, NO_STOP)[0]
+        decode(tiny_target, [prompt], Speculation(ScriptedDrafter(text, num_right), 4), limit, NO_STOP)[0]
         for prompt, num_right, limit in zip(prompts, (1, 3), (1 + 24, 1 + 12), strict=True)
     ]
     counts = live_counts(replies, "ab", "ab", 4)
@@ -119,7 +120,7 @@ class AstrayHead(CopyHead):
 def test_a_head_that_is_right_only_on_true_tokens_shows_both_numbers_in_one_line(tiny_target):
     prompts = make_prompts(tiny_target, [7, 12])
     head = AstrayHead(tiny_target, 1)
-    live = decode(tiny_target, prompts, HeadDrafter(head), 4, 1 + 20, NO_STOP, batch=2)
+    live = decode(tiny_target, prompts, Speculation(HeadDrafter(head), 4), 1 + 20, NO_STOP, batch=2)
     paths = [make_path(p, r.token_ids, name) for p, r, name in zip(prompts, live, "ab", strict=True)]
     counts = count_replies(reply_acceptance(head, read_batches(tiny_target, head, paths), 4), 4)
     assert [c.num_steps for c in counts] == [c.num_steps for c in live_counts(live, "ab", "ab", 4)] == [10, 10]

@@ -7,9 +7,11 @@ import pytest
 
 from headstart.eval.decode import decode
 from headstart.eval.gate import failures, read_evals
+from headstart.eval.heldout import Heldout
 from headstart.eval.measure import evaluate
 from headstart.eval.report import write_report
 from headstart.eval.settings import EvalSettings
+from headstart.eval.speculation import Speculation
 from headstart.eval.summary import acceptance_text, main_row
 from headstart.eval.temperatures import temperature_table
 from headstart.heads.checkpoint import save_head
@@ -37,7 +39,7 @@ def recorded(tiny_target):
     found = {}
     for temperature in TEMPERATURES:
         sampling = Sampling(temperature)
-        replies = decode(tiny_target, prompts, None, 0, 12, batch=8, sampling=sampling, request_ids=names)
+        replies = decode(tiny_target, prompts, Speculation(sampling=sampling), 12, batch=8, request_ids=names)
         found[temperature] = [
             make_path(p, r.token_ids, n, sampling) for p, r, n in zip(prompts, replies, names, strict=True)
         ]
@@ -54,9 +56,14 @@ def measure(tiny_target, recorded, tmp_path_factory):
         paths = [recorded[temperature] for temperature in others]
         folder = run / "eval"
         evaluate(
-            lambda _: tiny_target, run, recorded[own], SETTINGS, folder, parts=parts, others=paths, max_new_tokens=12,
+            lambda _: tiny_target,
+            run,
+            Heldout(recorded[own], others=paths, max_new_tokens=12),
+            SETTINGS,
+            folder,
+            parts=parts,
             tell=lambda line: None,
-        )  # fmt: skip
+        )
         return read_evals(folder)
 
     return run, measured
@@ -125,9 +132,14 @@ def test_every_prompt_needs_a_reply_at_the_other_temperature(tiny_target, record
     run, _ = measure
     with pytest.raises(WrongInput, match="no reply to 1 prompts"):
         evaluate(
-            lambda _: tiny_target, run, recorded[0.0], SETTINGS, run / "eval", parts=("offline",),
-            others=[recorded[1.0][:-1]], tell=lambda line: None,
-        )  # fmt: skip
+            lambda _: tiny_target,
+            run,
+            Heldout(recorded[0.0], others=[recorded[1.0][:-1]]),
+            SETTINGS,
+            run / "eval",
+            parts=("offline",),
+            tell=lambda line: None,
+        )
 
 
 def test_heldout_prompts_are_answered_as_traffic_would_answer_them(tmp_path):

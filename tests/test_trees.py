@@ -12,6 +12,7 @@ from headstart.eval.acceptance import count_replies, reply_acceptance
 from headstart.eval.decode import decode
 from headstart.eval.drafters import HeadDrafter, NgramDrafter
 from headstart.eval.replies import live_counts
+from headstart.eval.speculation import PLAIN, Speculation
 from headstart.eval.subject import read_batches
 from headstart.eval.target_law import TargetLaw
 from headstart.eval.tree_acceptance import tree_acceptance
@@ -23,6 +24,7 @@ from headstart.heads.tree import Tree
 from tests.small_decoding import NO_STOP, fitted_head, make_path, make_prompts
 from tests.test_sampled_decode import assert_law
 
+GREEDY = Sampling()
 NUM_PROMPTS = 96
 NUM_NEW = 20
 NUM_TOKENS = 32
@@ -56,10 +58,9 @@ def head(target, prompts):
     return fitted_head(target, record(target, prompts[:32], Sampling(0.7), "fit"), steps=60)
 
 
-def run(target, prompts, drafter, shape, sampling=None, seed=0, **options):
-    depth = shape.depth if shape else 0
-    settings = {"stop_ids": NO_STOP, "batch": 32, "request_ids": NAMES[: len(prompts)], **options}
-    return decode(target, prompts, drafter, depth, NUM_NEW, tree=shape, sampling=sampling, seed=seed, **settings)
+def run(target, prompts, drafter, shape, sampling=GREEDY, seed=0, **options):
+    way = Speculation(drafter, shape.depth if shape else 0, sampling, tree=shape, **options)
+    return decode(target, prompts, way, NUM_NEW, NO_STOP, batch=32, seed=seed, request_ids=NAMES[: len(prompts)])
 
 
 def record(target, prompts, sampling, occasion):
@@ -162,7 +163,7 @@ def test_a_node_has_the_states_of_its_path(tiny_target, kind):
 def test_greedy_replies_are_the_plain_ones(target, prompts, head, shape):
     prompts = prompts[:32]
     plain = run(target, prompts, None, None)
-    chain = decode(target, prompts, HeadDrafter(head), shape.depth, NUM_NEW, NO_STOP, batch=32)
+    chain = decode(target, prompts, Speculation(HeadDrafter(head), shape.depth), NUM_NEW, NO_STOP, batch=32)
     for options in ({}, {"whole_blocks": True}, {"sampling": Sampling(0.7, top_k=1)}):
         drafted = run(target, prompts, HeadDrafter(head), shape, **options)
         assert tokens_of(drafted) == tokens_of(plain)
@@ -176,7 +177,8 @@ def test_a_tree_of_single_children_is_the_chain(target, prompts, head, sampling,
     """The very replies and steps: same drafts, same random numbers."""
     prompts = prompts[:32]
     options = {"sampling": sampling, "draft": draft, "whole_blocks": True}
-    chain = decode(target, prompts, HeadDrafter(head), 4, NUM_NEW, NO_STOP, batch=32, request_ids=NAMES, **options)
+    way = Speculation(HeadDrafter(head), 4, **options)
+    chain = decode(target, prompts, way, NUM_NEW, NO_STOP, batch=32, request_ids=NAMES)
     tree = run(target, prompts, HeadDrafter(head), shape, **options)
     assert tokens_of(tree) == tokens_of(chain)
     assert [r.steps for r in tree] == [r.steps for r in chain]
@@ -187,10 +189,9 @@ def test_batch_and_order_change_no_reply_and_no_count(target, prompts, head, sha
     stops = list(range(0, NUM_TOKENS, 9))  # rows finish at different times
 
     def replies(order, batch):
-        found = decode(
-            target, [prompts[i] for i in order], HeadDrafter(head), 3, 25, stops, batch=batch,
-            sampling=Sampling(1.0), draft=draft, request_ids=[NAMES[i] for i in order], seed=3, tree=shape,
-        )  # fmt: skip
+        way = Speculation(HeadDrafter(head), 3, Sampling(1.0), draft, tree=shape)
+        texts, ids = [prompts[i] for i in order], [NAMES[i] for i in order]
+        found = decode(target, texts, way, 25, stops, batch=batch, seed=3, request_ids=ids)
         return {i: (reply.token_ids, reply.steps) for i, reply in zip(order, found, strict=True)}
 
     alone = replies([0, 1, 2, 3], 1)
@@ -208,11 +209,12 @@ def test_replies_have_the_targets_law(target, prompts, head, shape, draft):
 def test_token_and_context_limits_cut_the_tree(target, head, shape, max_new_tokens):
     context = target.facts.max_position
     long = make_prompts(target, [context - max_new_tokens, 9, 30])
-    plain = decode(target, long, None, 0, 12, NO_STOP)
+    plain = decode(target, long, PLAIN, 12, NO_STOP)
     assert [len(tokens) for tokens in tokens_of(plain)] == [max_new_tokens, 12, 12]
-    drafted = decode(target, long, HeadDrafter(head), 8, 12, NO_STOP, batch=3, tree=shape, whole_blocks=True)
+    way = Speculation(HeadDrafter(head), 8, tree=shape)
+    drafted = decode(target, long, replace(way, whole_blocks=True), 12, NO_STOP, batch=3)
     assert tokens_of(drafted) == tokens_of(plain)
-    short = decode(target, long[1:], HeadDrafter(head), 8, max_new_tokens, NO_STOP, batch=2, tree=shape)
+    short = decode(target, long[1:], way, max_new_tokens, NO_STOP, batch=2)
     assert tokens_of(short) == [tokens[:max_new_tokens] for tokens in tokens_of(plain[1:])]
     assert all(step.whole_drafted <= max_new_tokens - 1 for reply in short for step in reply.steps)
 

@@ -62,6 +62,7 @@ class Job:
     ranks: Ranks = field(default_factory=Ranks)
 
     @classmethod
+    @naming_the_lost()
     def open(
         cls,
         head: Head,
@@ -74,7 +75,9 @@ class Job:
     ) -> "Job":
         """
         Args:
-            strategy: by which `ranks` share the training, one of `STRATEGIES`.
+            output_weight_VH: the target's output head.
+            draft_length: at which acceptance is measured to choose `best`.
+            strategy: by which `ranks` share the training, one of `STRATEGIES`; all of them call this alike.
 
         Raises:
             WrongInput: the processes do not train the same, or the head did not come to lie on them as asked.
@@ -119,27 +122,19 @@ class StepResult:
 
 @naming_the_lost()
 def train(
-    head: Head,
-    output_weight_VH: Tensor,
-    rows: TrainingRows,
+    job: Job,
     validation: EvaluationRows,
-    settings: TrainSettings,
     folder: Path,
     *,
-    draft_length: int = 4,
-    strategy: str = Strategy.name,
-    ranks: Ranks | None = None,
     tracking: TrackingSettings | None = None,
     name: str = "headstart",
     config: dict[str, Any] | None = None,
 ) -> Progress:
-    """Train `head`, or continue from `folder`/checkpoints/last as if never stopped: bit for bit on a CPU.
+    """Train the job's head, or continue from `folder`/checkpoints/last as if never stopped: bit for bit on a CPU.
 
     Args:
-        output_weight_VH: the target's output head.
+        validation: paths on which acceptance is measured to choose `best`.
         folder: the run's folder; metrics.jsonl, checkpoints/ and wandb/ are written into it, by the first rank.
-        draft_length: at which acceptance is measured on the validation paths to choose `best`.
-        strategy: by which `ranks` share the training; all of them call this with the same arguments.
         name, config: what the tracker calls the run, and shows as its configuration.
 
     Raises:
@@ -148,8 +143,7 @@ def train(
         KeyboardInterrupt: one of the ranks was asked to stop; a checkpoint of the last whole step is written.
     """
     keep_freed_memory()
-    job = Job.open(head, output_weight_VH, rows, settings, draft_length, strategy, ranks)
-    first = job.ranks.first
+    rows, settings, first = job.rows, job.settings, job.ranks.first
     metrics, checkpoints = MetricsFile(folder / METRICS), folder / "checkpoints"
     progress = resume(job, checkpoints)
     if progress and progress.step == settings.num_steps:
@@ -166,7 +160,7 @@ def train(
             untrained = measure(job, validation)
             if first:
                 tracker.log(metrics.write(0, 0, untrained))
-            if head.settings.init_from and progress.note_best(untrained["accept_len"]):
+            if job.head.settings.init_from and progress.note_best(untrained["accept_len"]):
                 keep(job, checkpoints, progress, improved=True)  # a trained head is the one to beat
         pace = Pace(progress.step, settings.num_steps)
         while progress.step < settings.num_steps:
