@@ -10,7 +10,6 @@ from typing import TypeVar
 from headstart.heads.checkpoint import KINDS
 from headstart.heads.errors import WrongInput
 from headstart.heads.export.scheme import unservable, unwritten
-from headstart.heads.paths import Prompt
 from headstart.heads.start import Start
 from headstart.heads.target import TargetLoader
 from headstart.heads.target_facts import check_taps
@@ -41,10 +40,8 @@ class Checked:
 
     target: TargetLoader
     prompts: PromptSet
-    prompt_tokens: dict[str, int]
-    """Length of every rendered prompt by id; empty where rendering was not asked for."""
     conversations: Mapping[str, Conversation]
-    """The requests of every prompt by its id; empty as well."""
+    """The requests of every prompt by its id; empty where rendering was not asked for."""
     recorded: Recorded | None
     """What becomes of the sources' own replies, where these are kept."""
     starts: dict[str, Start]
@@ -57,7 +54,7 @@ def check_loaded(
     """Check everything that can be known without weights, of every variant.
 
     Args:
-        render: whether to measure every prompt.
+        render: whether to render every prompt, and find those that are too long.
         need_weights: whether the target's weights have to be there; a plan needs its config and tokenizer only.
         here: whether this machine has to be large enough; a plan may be made on another one.
 
@@ -76,7 +73,6 @@ def check_loaded(
         start = attempt(problems, "head.init_from", partial(recipe_start, own, root))
         starts |= {} if start is None else {name: start}
         found += in_variant(name, problems)
-    lengths: dict[str, int] = {}
     talks: dict[str, Conversation] = {}
     recorded = None
     if target is not None:
@@ -87,16 +83,14 @@ def check_loaded(
         facts = target.facts
         attempt(found, "eval.previous", lambda: previous_folder(recipe.eval.previous, root, facts))
         if prompts is not None and render and target.tokenizer.chat_template:
-            lengths = attempt(found, "prompts.sources", lambda: prompt_lengths(target, prompts.prompts)) or {}
-            found += length_problems(recipe, prompts.prompts, lengths)
             read = partial(conversations_of, target, prompts.prompts, recipe.traffic)
-            talks, recorded = (attempt(found, "prompts.sources", read) if not found else None) or ({}, None)
+            talks, recorded = attempt(found, "prompts.sources", read) or ({}, None)
         if here and not found:
             needs = attempt(found, "target.model", lambda: measure_needs(loaded, target))
             found += [] if needs is None or needs.fits else [("target.model", needs.refusal())]
     if found or target is None or prompts is None:
         raise WrongInput(describe(path, [Problem(place_of(path, overrides, key), key, text) for key, text in found]))
-    return Checked(target, prompts, lengths, talks, recorded, starts)
+    return Checked(target, prompts, talks, recorded, starts)
 
 
 def read_prompts(found: Findings, settings: PromptSettings, base: Path) -> PromptSet | None:
@@ -192,25 +186,6 @@ def gate_problems(recipe: Recipe) -> Findings:
     text = f"found {engines} with traffic.eval_dtype = {dtype}, but figures are proved against float32 replies"
     text += ", so nothing would pass the gate; set it to [] and use headstart export --untested"
     return [("export.engines", text)]
-
-
-def prompt_lengths(target: TargetLoader, prompts: list[Prompt]) -> dict[str, int]:
-    """Tokens of every rendered prompt by id."""
-    return {prompt.prompt_id: len(target.render(prompt)) for prompt in prompts}
-
-
-def length_problems(recipe: Recipe, prompts: list[Prompt], lengths: dict[str, int]) -> Findings:
-    """Prompts over the limit, with the longest one shown."""
-    limit = recipe.traffic.max_prompt_tokens
-    over = [prompt for prompt in prompts if lengths.get(prompt.prompt_id, 0) > limit]
-    if not over:
-        return []
-    worst = max(over, key=lambda prompt: lengths[prompt.prompt_id])
-    start = str(worst.messages[-1].get("content", ""))[:60]
-    routes = ", ".join(sorted({prompt.route for prompt in over}))
-    text = f"found {limit}, but {len(over)} prompts are longer (routes: {routes}), the longest with"
-    text += f" {lengths[worst.prompt_id]} tokens ({start!r}); raise it, or choose other prompts.routes"
-    return [("traffic.max_prompt_tokens", text)]
 
 
 def skip_lines(prompts: PromptSet) -> list[str]:

@@ -48,7 +48,7 @@ NAMES = ("old songs", "a blue atlas", "your notes", "the second book", "this lis
 def test_own_prompts_on_the_tiny_target_are_fine(recipe: Path) -> None:
     checked = check_loaded(load(recipe), recipe, [])
     assert checked.target.facts.num_layers == 4
-    assert len(checked.prompt_tokens) == len(checked.prompts.prompts) == 7
+    assert len(checked.conversations) == len(checked.prompts.prompts) == 7
 
 
 def test_everything_that_does_not_fit_the_target_is_reported_at_once(recipe: Path) -> None:

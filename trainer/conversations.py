@@ -22,8 +22,6 @@ from headstart.trainer.generation import Reply, Request
 from headstart.trainer.masks import MarkedReply
 from headstart.trainer.settings import TrafficSettings
 
-NUM_NAMED = 5  # prompts listed in an error
-
 
 @dataclass(frozen=True)
 class Conversation:
@@ -72,12 +70,12 @@ def plan_conversations(
     A request that several of them have is recorded once, in a held-out one rather than in one that is trained on.
 
     Raises:
-        WrongInput: requests longer than `traffic.max_prompt_tokens` or the target's context, the first few named; or
+        WrongInput: requests longer than `traffic.max_prompt_tokens` or the target's context, the longest named; or
             repeated prompts.
     """
     found: dict[str, Conversation] = {}
     seen: set[str] = set()
-    too_long: list[str] = []
+    too_long: list[tuple[int, Prompt]] = []
     limit = prompt_limit(load_target, settings)
     ordered = sorted(prompts, key=lambda prompt: -SPLITS.index(prompt.split))
     for prompt in ordered:
@@ -86,16 +84,16 @@ def plan_conversations(
         turns = [len(part.messages) for part in asked]
         kept = [request.prompt_id not in seen for request in requests]
         most = [min(limit, len(r.token_ids) + k * settings.max_new_tokens) for k, r in enumerate(requests)]
-        too_long += [f"{r.prompt_id[:12]} ({len(r.token_ids)} tokens)" for r in requests if len(r.token_ids) > limit]
+        too_long += [(len(request.token_ids), prompt) for request in requests if len(request.token_ids) > limit]
         seen.update(request.prompt_id for request in requests)
         found[prompt.prompt_id] = Conversation(prompt, requests, turns, kept, most)
     if too_long:
-        context = load_target.facts.max_position
-        reason = "traffic.max_prompt_tokens" if limit == settings.max_prompt_tokens else "the target's context"
+        most, longest = max(too_long, key=lambda found: found[0])
         raise WrongInput(
-            f"prompts: found {len(too_long)} longer than {limit} tokens ({reason}): {', '.join(too_long[:NUM_NAMED])}"
-            f"{', ..' if len(too_long) > NUM_NAMED else ''}.\n"
-            f"Shorten or remove them, or raise traffic.max_prompt_tokens (the target's context is {context} tokens)."
+            f"traffic.max_prompt_tokens: found {limit}, but {len(too_long)} prompts are longer (routes: "
+            f"{', '.join(sorted({prompt.route for _, prompt in too_long}))}), the longest with {most} tokens (prompt "
+            f"{longest.prompt_id[:12]}, {str(longest.messages[-1].get('content', ''))[:60]!r}).\nRaise it (the target's "
+            f"context is {load_target.facts.max_position} tokens), shorten or remove them, or choose other prompts.routes."
         )
     if len(found) < len(ordered):
         raise WrongInput(f"prompts: found {len(ordered) - len(found)} repeated prompts, expected each once.")
