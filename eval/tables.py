@@ -22,6 +22,12 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     )
 
 
+def columns(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Lines of aligned columns, all flush left."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]
+
+
 def tree_text(entry: dict[str, Any]) -> str:
     """The tree of a row or check, to stand behind its drafter; nothing for chains."""
     return f", {Tree(tuple(entry['tree']))}" if entry.get("tree") else ""

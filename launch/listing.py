@@ -8,6 +8,7 @@ from typing import Any
 
 from headstart.eval.file_reader import read_eval
 from headstart.eval.summary import find_rows
+from headstart.eval.tables import columns
 from headstart.eval.temperatures import split_settings
 from headstart.heads.errors import WrongInput
 from headstart.heads.intervals import interval_text
@@ -27,9 +28,7 @@ def show(what: str, root: Path) -> None:
     rows = list(listing())
     if not rows:
         print(f"no {what} in {root}/; start one: headstart train smoke")
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]) - 1)] if rows else []
-    for row in rows:
-        print("  ".join([cell.ljust(width) for cell, width in zip(row, widths, strict=False)] + [row[-1]]).rstrip())
+    print("".join(f"{line}\n" for line in columns(rows)), end="")
 
 
 def recipes() -> Iterator[list[str]]:

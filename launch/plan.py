@@ -3,6 +3,7 @@
 import shutil
 from pathlib import Path
 
+from headstart.eval.tables import columns
 from headstart.heads.precision import choose_precision
 from headstart.heads.start import Start
 from headstart.heads.store import MANIFEST, MANIFEST_SCHEMA, Stage, hash_json, read_json, stage_folder
@@ -46,11 +47,7 @@ def of_variant(name: str, rows: list[Row]) -> list[Row]:
 
 
 def table(title: str, rows: list[Row]) -> None:
-    print(title)
-    widths = [max(len(row[i]) for row in rows) for i in range(2)]
-    for name, value, reason in rows:
-        print(f"  {name.ljust(widths[0])}  {value.ljust(widths[1])}  {reason}".rstrip())
-    print()
+    print(title, *(f"  {line}" for line in columns(rows)), "", sep="\n")
 
 
 def derived(loaded: Loaded, checked: Checked) -> list[Row]:

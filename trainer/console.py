@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
+from headstart.eval.tables import columns
 from headstart.heads.contract import Head
 from headstart.heads.precision import Precision
 from headstart.trainer.data import TrainingRows
@@ -36,9 +37,7 @@ def tensor_table(
 def print_start(strategy: Strategy, rows: TrainingRows, settings: TrainSettings, precision: Precision) -> None:
     shapes = strategy.shapes()
     table = [("tensor", "shape", "starts from", "state", "exported"), *tensor_table(strategy.head, shapes)]
-    widths = [max(len(line[column]) for line in table) for column in range(5)]
-    for line in table:
-        print("  " + "  ".join(text.ljust(width) for text, width in zip(line, widths, strict=True)).rstrip())
+    print("".join(f"  {line}\n" for line in columns(table)), end="")
     epochs = settings.num_steps * settings.batch_tokens / rows.num_tokens
     print(f"{strategy.num_trained:,} trained parameters; the target's own weights are frozen and never saved")
     print(
@@ -46,8 +45,7 @@ def print_start(strategy: Strategy, rows: TrainingRows, settings: TrainSettings,
         f"{settings.num_steps:,} steps of {settings.batch_tokens:,} tokens are about {epochs:.1f} epochs; packing adds "
         f"{rows.filler_share(settings.accumulate * strategy.ranks.world):.1%} of filler"
     )
-    name = str(precision.dtype).removeprefix("torch.")
-    print(f"matrix products in {name} ({precision.reason}); weights, softmax and optimiser in float32")
+    print(f"matrix products in {precision.name} ({precision.reason}); weights, softmax and optimiser in float32")
     print(strategy.describe(), flush=True)
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from headstart.eval.tables import columns
 from headstart.heads.paths import UNKNOWN, Path
 from headstart.trainer.supervision import trained_pairs
 
@@ -62,17 +63,6 @@ def pair_lines(path: Path, pairs: set[tuple[int, int]], tokenizer: Any) -> list[
         predicted = f"x_{label} {shown(tokenizer, int(path.token_N[label]))}"
         reads = f"x_{t + 1}" + (f"..x_{t + 1 + j}" if j else "")
         probability = f"{np.exp(path.logprob_N[label]):.4f}"
-        rows.append(
-            (
-                str(t),
-                str(j),
-                f"x_{t} {shown(tokenizer, int(path.token_N[t]))}",
-                f"{reads} {read}",
-                predicted,
-                probability,
-            )
-        )
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    return [
-        "  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
-    ]
+        state = f"x_{t} {shown(tokenizer, int(path.token_N[t]))}"
+        rows.append((str(t), str(j), state, f"{reads} {read}", predicted, probability))
+    return [f"  {line}" for line in columns(rows)]
