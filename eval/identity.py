@@ -16,12 +16,14 @@ import torch
 from torch import Tensor
 
 from headstart.eval.acceptance import ReplyAcceptance
+from headstart.eval.checks import check_entry
 from headstart.eval.decode import decode
 from headstart.eval.drafters import HeadDrafter
 from headstart.eval.replies import Reply
 from headstart.eval.speculation import PLAIN, Speculation
 from headstart.heads.batch import Batch
 from headstart.heads.contract import Head
+from headstart.heads.sampling import Sampling
 from headstart.heads.target import Target
 from headstart.heads.tree import Tree
 
@@ -137,25 +139,22 @@ def identity_check(
     divergences = [d for d in judged if d is not None]
     num_tokens = sum(len(tokens) if d is None else d.position for tokens, d in zip(plain, judged, strict=True))
     gaps = [d.gap for d in divergences if d.gap is not None]
-    return {
-        "name": "greedy_identity",
-        "target": rescorer.target.facts.name,
-        "dtype": str(rescorer.target.dtype).removeprefix("torch."),
-        "sampler": {"temperature": 0.0, "top_k": 0, "top_p": 1.0},
-        "draft": "greedy",
-        "shape": shape,
-        "draft_length": draft_length,
-        "batch": batch,
-        "num_samples": len(prompts),
-        "num_tokens": num_tokens,
-        "statistic": None,
-        "p_value": None,
-        "level": None,
-        "max_difference": max(gaps, default=0.0),
-        "verdict": "fail" if any(d.verdict == "bug" for d in divergences) else "pass",
-        "divergences": [asdict(d) for d in divergences],
-        "against": against,
-    }
+    return check_entry(
+        "greedy_identity",
+        target=rescorer.target.facts.name,
+        dtype=str(rescorer.target.dtype).removeprefix("torch."),
+        sampling=Sampling(),
+        draft="greedy",
+        shape=shape,
+        draft_length=draft_length,
+        batch=batch,
+        num_samples=len(prompts),
+        num_tokens=num_tokens,
+        max_difference=max(gaps, default=0.0),
+        passed=not any(d.verdict == "bug" for d in divergences),
+        divergences=[asdict(d) for d in divergences],
+        against=against,
+    )
 
 
 def tree_identity(

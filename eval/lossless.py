@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from headstart.eval.checks import check_entry
 from headstart.eval.decode import decode
 from headstart.eval.drafters import HeadDrafter
 from headstart.eval.enumeration import SAMPLERS, DynamicTreeDecoder, Toy, ToyDecoder, TreeDecoder, compare
@@ -43,46 +44,6 @@ TREE_PROMPTS, TREE_TOKENS = 4, 64  # greedy replies with a tree of drafts, compa
 DEFAULT_TREE = (3, 2, 1)  # children of every node by depth, where eval.trees names none
 SCORE_TOKENS = 32  # tokens whose law over the whole vocabulary is in memory at once; more leave the processor's cache
 Cell = tuple[int, ...]
-
-
-def check_entry(
-    name: str,
-    *,
-    target: str,
-    dtype: str,
-    sampling: Sampling,
-    draft: str,
-    draft_length: int,
-    passed: bool,
-    shape: str = "chain",
-    batch: int = 1,
-    num_samples: int = 0,
-    num_tokens: int = 0,
-    statistic: float | None = None,
-    p_value: float | None = None,
-    max_difference: float | None = None,
-    **more: Any,
-) -> dict[str, Any]:
-    """One entry of `checks`, keys in the schema's order; `more` stands behind them."""
-    return {
-        "name": name,
-        "target": target,
-        "dtype": dtype,
-        "sampler": sampling.to_dict(),
-        "draft": draft,
-        "shape": shape,
-        "draft_length": draft_length,
-        "batch": batch,
-        "num_samples": num_samples,
-        "num_tokens": num_tokens,
-        "statistic": statistic,
-        "p_value": p_value,
-        "level": None if p_value is None else LEVEL,
-        "max_difference": max_difference,
-        "verdict": "pass" if passed else "fail",
-        "divergences": [],
-        **more,
-    }
 
 
 @dataclass(frozen=True)
