@@ -16,6 +16,7 @@ from headstart.launch.run import RunFolder, exported_checkpoint, find_run, locke
 from headstart.launch.settings import Recipe
 from headstart.launch.threads import apply_threads, choose_threads
 from headstart.launch.variants import OWN, Loaded, dump, load
+from headstart.trainer.settings import PACING
 
 if TYPE_CHECKING:
     from headstart.eval.prompt_sums import PromptSums
@@ -311,12 +312,8 @@ def training_settings(recipe: Recipe) -> dict[str, object]:
         "traffic.server.retries",
         "traffic.server.max_failed",
         "head.init_from",
-        "train.strategy",
         "train.loss.chunk",
-        "train.eval_every",
-        "train.save_every",
-        "train.keep",
-        "train.log_every",
+        *(f"train.{name}" for name in PACING),
     ):
         *sections, leaf = path.split(".")
         section = values

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from headstart.heads.checkpoint import build_head, load_head, save_head
 from headstart.heads.errors import WrongInput
 from headstart.heads.vocabulary import choose_draft_vocabulary
-from headstart.trainer.checkpoint import pointed, rehearse
+from headstart.trainer.checkpoint import pointed, try_saving
 from headstart.trainer.data import TrainingRows
 from headstart.trainer.metrics import METRICS, MetricsFile, read_metrics
 from tests.kinds import make_settings
@@ -193,10 +193,10 @@ def test_a_head_of_a_tied_target_keeps_output_rows_of_its_own(tiny_tied_target, 
     assert torch.equal(again.embedding_VH, tiny_tied_target.embedding_weight())
 
 
-def test_rehearsal_leaves_no_trace(tmp_path):
+def test_a_trial_of_saving_leaves_no_trace(tmp_path):
     job = open_job()
     before = {name: p.clone() for name, p in job.head.trained_tensors().items()}
-    assert rehearse(tmp_path, job.strategy, job.identity) > 0
+    assert try_saving(tmp_path, job.strategy, job.identity) > 0
     assert all(torch.equal(before[name], p) for name, p in job.head.trained_tensors().items())
     assert not job.strategy.state()
     assert not list(tmp_path.iterdir())

@@ -30,7 +30,7 @@ ROUNDING = ("world",)  # fields of the identity that change the order of sums an
 
 
 @dataclass
-class Progress:
+class TrainingProgress:
     """Where training stands: everything besides tensors that a resume needs."""
 
     step: int = 0
@@ -62,7 +62,7 @@ def checkpoint_name(step: int) -> str:
     return f"step-{step:06d}"
 
 
-def save_checkpoint(folder: Path, strategy: Strategy, progress: Progress, identity: dict[str, Any]) -> Path:
+def save_checkpoint(folder: Path, strategy: Strategy, progress: TrainingProgress, identity: dict[str, Any]) -> Path:
     """Write `folder`/step-N: the first rank does, while all give their parts; none goes on before it is there.
 
     Args:
@@ -106,7 +106,7 @@ def write_checkpoint(folder: Path, head: Head, tensors: dict[str, Tensor], state
     _flush(folder)
 
 
-def load_checkpoint(checkpoint: Path, strategy: Strategy, identity: dict[str, Any]) -> Progress:
+def load_checkpoint(checkpoint: Path, strategy: Strategy, identity: dict[str, Any]) -> TrainingProgress:
     """Put a checkpoint into a head and an optimiser of the same run, on as many processes as there are now.
 
     Raises:
@@ -133,17 +133,20 @@ def load_checkpoint(checkpoint: Path, strategy: Strategy, identity: dict[str, An
     draft_ids_V = saved.pop("draft_ids", torch.empty(0, dtype=torch.int64))
     head = strategy.head
     if saved.keys() != head.trained_tensors().keys() or not torch.equal(draft_ids_V, head.draft_ids_V.cpu()):
-        raise WrongInput(f"{checkpoint}: {WEIGHTS} holds other tensors or another draft vocabulary than this head.")
+        raise WrongInput(
+            f"{checkpoint}: {WEIGHTS} holds other tensors or another draft vocabulary than this head.\n"
+            "Train it anew with --fresh, or under another name: run.name=NEW."
+        )
     strategy.load_weights(saved)
     tensors = read_tensors(checkpoint / "trainer" / "optimizer.safetensors")
     states_RB = torch.atleast_2d(tensors.pop(RANDOM_STATE))
     if strategy.ranks.rank < len(states_RB):
         torch.set_rng_state(states_RB[strategy.ranks.rank].clone())
     strategy.load_state(tensors)
-    return Progress(**{name: state[name] for name in vars(Progress())})
+    return TrainingProgress(**{name: state[name] for name in vars(TrainingProgress())})
 
 
-def rehearse(folder: Path, strategy: Strategy, identity: dict[str, Any]) -> int:
+def try_saving(folder: Path, strategy: Strategy, identity: dict[str, Any]) -> int:
     """Save and reload everything before the first step, so that no run learns hours later that it cannot be kept.
 
     Returns:
@@ -155,13 +158,13 @@ def rehearse(folder: Path, strategy: Strategy, identity: dict[str, Any]) -> int:
     ranks, before = strategy.ranks, [part.clone() for part in strategy.parts()]
     strategy.warm()
     moments = strategy.state()
-    rehearsal = folder / ".step-rehearsal.tmp"
-    checkpoint = save_checkpoint(rehearsal, strategy, Progress(), identity)
+    trial = folder / ".step-trial.tmp"
+    checkpoint = save_checkpoint(trial, strategy, TrainingProgress(), identity)
     size = sum(path.stat().st_size for path in checkpoint.rglob("*") if path.is_file())
     load_checkpoint(checkpoint, strategy, identity)
     ranks.wait()
     if ranks.first:
-        shutil.rmtree(rehearsal)
+        shutil.rmtree(trial)
     again = strategy.state()
     if not all(torch.equal(was, now) for was, now in zip(before, strategy.parts(), strict=True)) or not all(
         torch.equal(moments[name], again[name]) for name in moments

@@ -18,14 +18,14 @@ from headstart.heads.errors import TrainingFailed, WrongInput
 from headstart.heads.precision import Precision, choose_precision
 from headstart.heads.vocabulary import hash_ids
 from headstart.trainer.checkpoint import (
-    Progress,
+    TrainingProgress,
     load_checkpoint,
     point,
     pointed,
     prune,
-    rehearse,
     save_checkpoint,
     sweep,
+    try_saving,
 )
 from headstart.trainer.console import Pace, print_start, progress_line
 from headstart.trainer.data import EvaluationRows, TrainingRows
@@ -36,15 +36,13 @@ from headstart.trainer.memory import keep_freed_memory
 from headstart.trainer.metrics import METRICS, MetricsFile, Window
 from headstart.trainer.optim import learning_rate
 from headstart.trainer.ranks import Ranks, naming_the_lost, refuse_differences
-from headstart.trainer.settings import TrackingSettings, TrainSettings
+from headstart.trainer.settings import PACING, TrackingSettings, TrainSettings
 from headstart.trainer.share import LossShare
 from headstart.trainer.strategies import STRATEGIES
 from headstart.trainer.strategy import Strategy
 from headstart.trainer.tracking import start_tracker
 
 MAX_SKIPPED_IN_A_ROW = 5
-# A resume may change them: no weight depends on them, or by rounding alone.
-FREE_SETTINGS = ("eval_every", "save_every", "keep", "log_every", "strategy")
 
 
 @dataclass
@@ -98,7 +96,7 @@ def training_identity(
     head: Head, rows: TrainingRows, settings: TrainSettings, precision: Precision, draft_length: int, world: int
 ) -> dict[str, Any]:
     """What must be equal for a resume to be exact, flat."""
-    values = {f"train.{k}": v for k, v in asdict(settings).items() if k not in (*FREE_SETTINGS, "loss", "dtype")}
+    values = {f"train.{k}": v for k, v in asdict(settings).items() if k not in (*PACING, "loss", "dtype")}
     loss = {f"train.loss.{k}": v for k, v in asdict(settings.loss).items()}
     of_head = {f"head.{k}": v for k, v in asdict(head.settings).items()}
     target = {f"target.{k}": v for k, v in head.facts.fingerprint.items()}
@@ -129,7 +127,7 @@ def train(
     tracking: TrackingSettings | None = None,
     name: str = "headstart",
     config: dict[str, Any] | None = None,
-) -> Progress:
+) -> TrainingProgress:
     """Train the job's head, or continue from `folder`/checkpoints/last as if never stopped: bit for bit on a CPU.
 
     Args:
@@ -154,8 +152,8 @@ def train(
     shown = tracking if first else None
     with start_tracker(shown, folder, name, config, earlier) as tracker, interruption() as stop:
         if progress is None:
-            progress = Progress()
-            size = rehearse(checkpoints, job.strategy, job.identity)
+            progress = TrainingProgress()
+            size = try_saving(checkpoints, job.strategy, job.identity)
             print(f"a checkpoint takes {size / 1e6:,.1f} MB; saving and loading one works")
             untrained = measure(job, validation)
             if first:
@@ -261,7 +259,7 @@ def measure(job: Job, validation: EvaluationRows) -> dict[str, Any]:
     return values
 
 
-def describe(job: Job, progress: Progress, result: StepResult, window: Window) -> dict[str, Any]:
+def describe(job: Job, progress: TrainingProgress, result: StepResult, window: Window) -> dict[str, Any]:
     """The line of metrics.jsonl after a step: facts of that step, and means since the line before."""
     means = window.close(job.settings.loss.depth_decay)
     return {
@@ -275,7 +273,7 @@ def describe(job: Job, progress: Progress, result: StepResult, window: Window) -
     }
 
 
-def resume(job: Job, checkpoints: Path) -> Progress | None:
+def resume(job: Job, checkpoints: Path) -> TrainingProgress | None:
     """Continue from `last` where there is one."""
     if job.ranks.first:
         checkpoints.mkdir(parents=True, exist_ok=True)
@@ -296,7 +294,7 @@ def resume(job: Job, checkpoints: Path) -> Progress | None:
     return progress
 
 
-def keep(job: Job, checkpoints: Path, progress: Progress, improved: bool) -> None:
+def keep(job: Job, checkpoints: Path, progress: TrainingProgress, improved: bool) -> None:
     """Save a checkpoint. `best` moves before `last`: killed in between, the rerun comes here again and repeats both.
 
     Until an accept_len is measured, the newest checkpoint is the best.
@@ -310,7 +308,7 @@ def keep(job: Job, checkpoints: Path, progress: Progress, improved: bool) -> Non
     job.ranks.wait()
 
 
-def warn_skipped(job: Job, progress: Progress, result: StepResult, folder: Path) -> None:
+def warn_skipped(job: Job, progress: TrainingProgress, result: StepResult, folder: Path) -> None:
     """Name a step that was not finite; stop where they follow one another, and keep the last one's batches."""
     prompts = ", ".join(job.rows.paths[row].prompt_id[:12] for row in job.rows.rows(progress.step))
     print(f"step {progress.step}: {result.skipped} not finite, step skipped (prompts {prompts})", flush=True)

@@ -194,6 +194,10 @@ class TrainSettings:
     """Steps between lines of metrics.jsonl."""
 
 
+PACING = ("eval_every", "save_every", "keep", "log_every", "strategy")
+"""Settings of training that may change on the way: no weight depends on them, or by rounding alone."""
+
+
 @dataclass(frozen=True)
 class TrackingSettings:
     """Where curves are shown; metrics.jsonl is always the record."""
