@@ -16,26 +16,20 @@ METRICS = "metrics.jsonl"
 
 
 class MetricsFile:
-    """One JSON object a line; `step` strictly increases within a stage."""
+    """One JSON object a line; `step` strictly increases."""
 
-    def __init__(self, path: Path, stage: str = "train") -> None:
-        self.path, self.stage = path, stage
-        self.last_step = max((line["step"] for line in read_metrics(path) if line["stage"] == stage), default=-1)
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.last_step = max((line["step"] for line in read_metrics(path)), default=-1)
 
     def cut(self, step: int) -> list[dict[str, Any]]:
-        """Drop this stage's lines after `step`, as a resume does with what its checkpoint does not hold.
-
-        Returns:
-            The lines of this stage that stay.
-        """
-        lines = read_metrics(self.path)
-        kept = [line for line in lines if line["stage"] != self.stage or line["step"] <= step]
+        """Drop the lines after `step`, as a resume does with what its checkpoint does not hold; returns those that stay."""
+        kept = [line for line in read_metrics(self.path) if line["step"] <= step]
         if self.path.exists():  # half a line of a killed process goes too
             with atomic_path(self.path) as temporary:
                 temporary.write_text("".join(_encode(line) for line in kept), encoding="utf-8")
-        own = [line for line in kept if line["stage"] == self.stage]
-        self.last_step = own[-1]["step"] if own else -1
-        return own
+        self.last_step = kept[-1]["step"] if kept else -1
+        return kept
 
     def write(self, step: int, tokens: int, values: dict[str, Any]) -> dict[str, Any]:
         """Append one line.
@@ -45,7 +39,7 @@ class MetricsFile:
         """
         if step <= self.last_step:
             raise ValueError(f"{self.path}: step {step} after step {self.last_step}")
-        line = {"step": step, "time": time.time(), "stage": self.stage, "tokens": tokens, **values}
+        line = {"step": step, "time": time.time(), "stage": "train", "tokens": tokens, **values}
         with self.path.open("a", encoding="utf-8") as handle:
             handle.write(_encode(line))
         self.last_step = step

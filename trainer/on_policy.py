@@ -21,6 +21,7 @@ from headstart.heads.contract import Head
 from headstart.heads.paths import Path
 from headstart.heads.target import Target
 from headstart.trainer.data import Features, TrainingRows, pack_rows
+from headstart.trainer.recorded import score
 
 
 class OnPolicyRows(TrainingRows):
@@ -54,7 +55,7 @@ class OnPolicyRows(TrainingRows):
             for row, path in zip(rows, recorded, strict=True)
         ]
         paths = continued(self.head, recorded, uniforms)
-        scored, states = score(self.target, paths)
+        scored, states = read_and_score(self.target, paths)
         return pack_rows(scored, states)
 
 
@@ -104,15 +105,13 @@ class ReadStates:
 
 
 @torch.no_grad()
-def score(target: Target, paths: Sequence[Path]) -> tuple[list[Path], ReadStates]:
+def read_and_score(target: Target, paths: Sequence[Path]) -> tuple[list[Path], ReadStates]:
     """The paths with the target's log-probabilities of their replies, and its final states along them."""
     scored, states = [], ReadStates()
     for path, read in zip(paths, target.read([path.token_N for path in paths]), strict=True):
         first = path.num_prompt_tokens - 1  # slot behind which the reply's first token is said
-        logp_RV = target.logits(read.final[first:]).log_softmax(-1)
-        token_R1 = torch.from_numpy(path.token_N[first + 1 :].astype(np.int64)).to(logp_RV.device)[:, None]
         logprob_N = np.full(len(path.token_N), np.nan, dtype=np.float32)
-        logprob_N[first + 1 :] = logp_RV.gather(1, token_R1).squeeze(1).cpu().numpy()
+        logprob_N[first + 1 :] = score(target, read.final[first:], path.token_N[first + 1 :].tolist())
         scored.append(replace(path, logprob_N=logprob_N))
         states.final[path.prompt_id] = read.final
     return scored, states

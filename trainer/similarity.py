@@ -15,10 +15,10 @@ _WORD = re.compile(r"\w+")
 Gram = tuple[str, ...]
 
 
-def grams(text: str, size: int = GRAM) -> frozenset[Gram]:
+def grams(text: str) -> frozenset[Gram]:
     """The set of word n-grams, lower case and without punctuation; a shorter text is one gram."""
     words = _WORD.findall(text.lower())
-    return frozenset(zip(*(words[i:] for i in range(size)), strict=False)) or frozenset([tuple(words)])
+    return frozenset(zip(*(words[i:] for i in range(GRAM)), strict=False)) or frozenset([tuple(words)])
 
 
 def jaccard(a: frozenset[Gram], b: frozenset[Gram]) -> float:

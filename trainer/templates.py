@@ -57,9 +57,9 @@ def builtin_files() -> list[Path]:
 
 
 @cache
-def builtin_prompts(per_route: int = PER_ROUTE) -> tuple[Prompt, ...]:
+def builtin_prompts() -> tuple[Prompt, ...]:
     """Built-in training prompts, routes in turn; of each route written and expanded ones in turn."""
-    return tuple(in_turn(route_prompts(templates, per_route) for templates in load_templates().values()))
+    return tuple(in_turn(map(route_prompts, load_templates().values())))
 
 
 def in_turn(sequences: Any) -> Iterator[Any]:
@@ -107,7 +107,7 @@ def flat(turn: dict[str, str]) -> dict[str, str]:
     return {"role": role, "content": content.strip("\n")}
 
 
-def route_prompts(templates: Templates, limit: int) -> Iterator[Prompt]:
+def route_prompts(templates: Templates) -> Iterator[Prompt]:
     """Distinct prompts of one route: a written one and an expanded one in turn, then expanded ones only."""
     index = NearIndex()
     for messages in in_turn([templates.written, expand_all(templates)]):
@@ -117,7 +117,7 @@ def route_prompts(templates: Templates, limit: int) -> Iterator[Prompt]:
             continue
         index.add(found)
         yield prompt
-        if len(index) == limit:
+        if len(index) == PER_ROUTE:
             return
 
 
