@@ -88,10 +88,10 @@ def plan_conversations(
         seen.update(request.prompt_id for request in requests)
         found[prompt.prompt_id] = Conversation(prompt, requests, turns, kept, most)
     if too_long:
-        most, longest = max(too_long, key=lambda found: found[0])
+        num_tokens, longest = max(too_long, key=lambda pair: pair[0])
         raise WrongInput(
             f"traffic.max_prompt_tokens: found {limit}, but {len(too_long)} prompts are longer (routes: "
-            f"{', '.join(sorted({prompt.route for _, prompt in too_long}))}), the longest with {most} tokens (prompt "
+            f"{', '.join(sorted({prompt.route for _, prompt in too_long}))}), the longest with {num_tokens} tokens (prompt "
             f"{longest.prompt_id[:12]}, {str(longest.messages[-1].get('content', ''))[:60]!r}).\nRaise it (the target's "
             f"context is {load_target.facts.max_position} tokens), shorten or remove them, or choose other prompts.routes."
         )
