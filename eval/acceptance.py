@@ -38,7 +38,7 @@ class ReplyAcceptance:
 
 @dataclass
 class PromptCounts:
-    """Sums of one prompt under one counting rule (schemas.md); a table row is a ratio of their totals.
+    """Sums of one prompt under one counting rule, `reply` or `engine`; a table row is a ratio of their totals.
 
     Laws: num_tokens = num_steps + sum_k k * histogram[k] - num_short_steps, and histogram sums to num_steps.
     """
@@ -207,7 +207,7 @@ def drafts_acceptance(
 
 
 def visits(accept_RTK: np.ndarray, num_starts_R: np.ndarray) -> np.ndarray:
-    """v_{r,t}: the probability that a live run of reply r begins a step at its t-th start (design.md section 5).
+    """v_{r,t}: the probability that a live run of reply r begins a step at its t-th start.
 
     Number the starts of a reply of n tokens 0 .. n-2 (start 0 follows prefill, which gives the first token). A step
     that begins at t drafts up to K tokens. It accepts exactly j < K of them with probability

@@ -1,6 +1,6 @@
 """Losslessness as a verdict: is the output of speculative decoding the target's own law, or another?
 
-Four kinds of checks, each an entry of eval/lossless.json (schemas.md):
+Four kinds of checks, each an entry of eval/lossless.json:
 
     enumeration      the rules themselves, exactly, on a toy target (eval/enumeration.py)
     first_tokens     sampled replies of the real target: the joint law of their first tokens, by chi-square

@@ -16,7 +16,7 @@ from headstart.heads.settings import HEADS
 from headstart.heads.store import versions
 from headstart.launch.recipe import BAKEOFF, built_in_recipes, load_recipe
 from headstart.launch.run import run_folders
-from headstart.launch.schema import bare, keys
+from headstart.launch.schema import Found, bare, keys
 from headstart.launch.settings import BakeoffSettings, Recipe
 from headstart.launch.threads import usable_cores
 from headstart.launch.variants import load
@@ -42,15 +42,14 @@ def heads() -> Iterator[list[str]]:
 
 
 def settings() -> Iterator[list[str]]:
-    from headstart.launch.schema import Found
-
     for key in (*keys(Recipe), *keys(BakeoffSettings, f"{BAKEOFF}.")):
-        default = '""' if key.default == "" else bare(plain(key.default, Found))
+        default = '""' if key.default == "" else bare(plain(key.default))
         yield [key.path, default, key.doc.replace("\n", " ")]
 
 
-def plain(value: Any, found: type) -> Any:
-    return found([plain(item, found) for item in value] if isinstance(value, list) else value, "")
+def plain(value: Any) -> Found:
+    """A default as if a user had written it."""
+    return Found([plain(item) for item in value] if isinstance(value, list) else value, "")
 
 
 def runs(root: Path) -> Iterator[list[str]]:

@@ -207,11 +207,10 @@ def find_run(text: str, root: Path = Path("runs")) -> tuple[RunFolder, str | Non
     path = path.resolve()
     if (path / "recipe.yaml").is_file():
         return RunFolder(path), None
-    if path.parent.name == "checkpoints" and path.is_dir() and (path.parents[1] / "recipe.yaml").is_file():
-        return RunFolder(path.parents[1]), path.name
-    if path.parent.name == "export" and path.is_dir() and (path.parents[1] / "recipe.yaml").is_file():
-        return RunFolder(path.parents[1]), None
-    if path.parent.name == "checkpoints" and (path.parents[1] / "recipe.yaml").is_file():
+    inside = path.parent.name if (path.parent.parent / "recipe.yaml").is_file() else ""
+    if inside in ("checkpoints", "export") and path.is_dir():
+        return RunFolder(path.parent.parent), path.name if inside == "checkpoints" else None
+    if inside == "checkpoints":
         kept = sorted(folder.name for folder in path.parent.glob("step-*"))
         raise WrongInput(f"{text}: found no checkpoint of that name, expected one that is kept: {', '.join(kept)}.")
     names = [folder.name for folder in run_folders(root)]

@@ -56,7 +56,7 @@ SETTINGS = EvalSettings(
 )
 
 INTERVAL = ["value", "low", "high"]
-KEYS = {  # in the order of schemas.md
+KEYS = {  # in the order of tests/schema_forms.py
     "acceptance": ["schema", "checkpoint", "target", "prompts", "environment", "interval", "rows"],
     "acceptance row": [
         *("source", "drafter", "route", "context", "temperature", "top_k", "top_p", "draft", "draft_length", "tree"),

@@ -32,7 +32,7 @@ class Features(Protocol):
 
 
 def count_pairs(path: Path, depth: int) -> np.ndarray:
-    """Supervised pairs of a path at each depth, int64 [D]: a reply of n tokens gives n - 1 - j (design.md section 2)."""
+    """Supervised pairs of a path at each depth, int64 [D]: a reply of n tokens gives n - 1 - j (docs/design.md)."""
     edges = np.flatnonzero(np.diff(np.concatenate(([False], path.generated_N, [False])).astype(np.int8)))
     lengths = edges[1::2] - edges[::2]
     # x_{t+1} needs a feature before it, so a reply that begins the path loses its first token as a start.
