@@ -114,16 +114,9 @@ class TrafficSettings:
             )
         if 0 < self.temperature < MIN_TEMPERATURE:
             yield "temperature", f"found {self.temperature:g}, expected 0 (greedy) or at least {MIN_TEMPERATURE:g}"
-        if self.temperature == 0 and self.top_k:
-            yield (
-                "top_k",
-                f"found {self.top_k} with temperature 0: greedy replies take no filter; drop it or raise temperature",
-            )
-        if self.temperature == 0 and self.top_p < 1:
-            yield (
-                "top_p",
-                f"found {self.top_p:g} with temperature 0: greedy replies take no filter; drop it or raise temperature",
-            )
+        for name, keeps_all in (("top_k", 0), ("top_p", 1.0)):
+            if self.temperature == 0 and (found := getattr(self, name)) != keeps_all:
+                yield name, f"found {found:g} with temperature 0: greedy replies take no filter; drop one of them"
 
 
 @dataclass(frozen=True)
