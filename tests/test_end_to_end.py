@@ -55,7 +55,7 @@ def test_every_file_of_the_run_has_its_form(smoke: tuple[Path, str]) -> None:
 
 def test_the_run_says_what_it_measured(smoke: tuple[Path, str]) -> None:
     run, printed = smoke
-    taps = "taps [0, 1, 2] of 4 layers: the residual stream after so many"  # case 35
+    taps = "taps [0, 1, 2] of 4 layers: the residual stream after so many"
     for expected in ("threads: 1 (run.threads)", taps, "accept_len", "lossless: lossless", "speedup", "export/vllm"):
         assert expected in printed
     log = (run / "console.log").read_text()

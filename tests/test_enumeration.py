@@ -111,7 +111,7 @@ def test_the_rule_in_three_plain_lines_is_the_same_rule(sampling):
 
 
 def test_greedy_drafts_are_judged_as_certain():
-    """Case 82: p = q = (0.51, 0.49), the likeliest token drafted, or both in a tree."""
+    """p = q = (0.51, 0.49), the likeliest token drafted, or both in a tree."""
     toy = toy_of((0.51, 0.49), (0.51, 0.49))
     trees = (kind(toy, draft="greedy") for kind in (TreeDecoder, DynamicTreeDecoder))
     for decoder in (ToyDecoder(toy, draft="greedy", draft_length=1), *trees):

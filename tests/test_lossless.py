@@ -289,7 +289,7 @@ def test_replies_that_do_not_end_at_their_first_stop_token_are_seen(tiny_target,
 
 
 def test_greedy_replies_to_a_hundred_prompts_are_the_plain_ones(tiny_target, head):
-    """Case 83, float32: exact."""
+    """In float32: exact."""
     prompts = make_prompts(tiny_target, [5 + i % 30 for i in range(100)], seed=8)
     plain = decode(tiny_target, prompts, PLAIN, 12, batch=8)
     drafted = decode(tiny_target, prompts, Speculation(HeadDrafter(head), 3), 12, batch=8)
@@ -297,7 +297,7 @@ def test_greedy_replies_to_a_hundred_prompts_are_the_plain_ones(tiny_target, hea
 
 
 def test_a_forced_near_tie_is_listed_as_a_tie_and_another_token_as_a_bug():
-    """Case 83, bfloat16: two tokens with the same output row; taking the other one is a tie, taking a third is none."""
+    """In bfloat16: two tokens with the same output row; taking the other one is a tie, taking a third is none."""
     target = load_target(TargetSettings(model="tiny", dtype="bfloat16", device="cpu"))
     prompt = make_prompts(target, [12], seed=2)[0]
     best = decode(target, [prompt], PLAIN, 1, NO_STOP)[0].token_ids[0]
@@ -323,7 +323,7 @@ def test_a_forced_near_tie_is_listed_as_a_tie_and_another_token_as_a_bug():
 
 
 def test_a_ruined_draft_is_lossless_and_below_the_acceptance_floor(tiny_target, recorded, head, tmp_path):
-    """Case 91: verification repairs everything, so only acceptance shows that the draft's rows were shuffled."""
+    """Verification repairs everything, so only acceptance shows that the draft's rows were shuffled."""
 
     def measured(folder):
         folder.mkdir()

@@ -30,7 +30,7 @@ FIVE_AND_FOUR = path_of([1, 2, 3, 4, 5, 6, 7, 8, STOP], ".....xxxx")
 
 
 def test_the_pairs_of_a_reply_are_those_that_serving_asks_for():
-    """Case 14: the first one has the last prompt position as its feature."""
+    """The first one has the last prompt position as its feature."""
     (pairs,) = trained_pairs([FIVE_AND_FOUR], 4)
     assert pairs == {(4, 0), (5, 0), (6, 0), (4, 1), (5, 1), (4, 2)}
     other = path_of([1, 2, 3, STOP], "..xx", name="b")
@@ -57,7 +57,7 @@ def test_nothing_is_trained_behind_an_end_of_turn(message):
     ("shift", "message"), [(1, "is not trained, and serving drafts there"), (-1, "not all in one reply")]
 )
 def test_a_mask_that_is_off_by_one_is_found(monkeypatch, shift, message):
-    """Case 14: what the check is for."""
+    """What the check is for."""
     rule = batches.supervised_pairs
 
     def shifted(batch, depth):

@@ -257,7 +257,7 @@ def test_slowdowns_are_printed_as_such_with_where_to_switch_off():
     assert "0.43" in table_line(shown, "eagle3", "float32", "1", "10")
     assert "at concurrency 1: draft length 2, off for json" in shown
     assert "at concurrency 8 to 32: no drafting" in shown
-    assert "switch drafting off from concurrency 8 on (at 1 it still pays)" in shown  # case 96: both sides
+    assert "switch drafting off from concurrency 8 on (at 1 it still pays)" in shown  # both sides
 
 
 def test_stored_sums_give_the_figures_of_the_table(measured):
