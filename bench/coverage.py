@@ -2,19 +2,21 @@
 
     python bench/coverage.py RUN [OTHER] [--draft-length N] [--replications 1000]
 
-RUN and OTHER are names or folders of runs or checkpoints, as for `headstart compare`. The prompts of RUN are taken for the
-whole world: its accept_len is the truth, samples of 60 and of 200 prompts are drawn from them with replacement, and every
-sample gets its interval. With OTHER, its steps are scaled until it is truly 3 % better than RUN; what differs between the
-two from prompt to prompt stays as it was measured.
+RUN and OTHER are names or folders of runs or checkpoints, as for `headstart compare`. The prompts of RUN (a conversation of
+several turns is one of them) are taken for the whole world: its accept_len is the truth, samples of 60 and of 200 prompts
+are drawn from them with replacement, and every sample gets its interval. With OTHER, its steps are scaled until it is truly
+3 % better than RUN; what differs between the two from prompt to prompt stays as it was measured.
 """
 
 import argparse
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 
 from headstart.eval.prompt_sums import PromptSums
 from headstart.eval.statistics import (
+    conversation_sums,
     endpoints,
     interval,
     looks,
@@ -41,7 +43,7 @@ def main() -> None:
     parser.add_argument("--draft-length", type=int)
     parser.add_argument("--replications", type=int, default=1000)
     options = parser.parse_args()
-    head = measured_head(options.run, options.draft_length)
+    head = whole_conversations(measured_head(options.run, options.draft_length))
     whole = ratio_interval(head.tokens_R, head.steps_R, resampling_weights(len(head.tokens_R), REPLICATES, 0))
     print(
         f"{head.label}, draft length {head.conditions['draft_length']}: accept_len {interval_text(whole)} on "
@@ -52,10 +54,16 @@ def main() -> None:
     lines.append(stopped(head, options.replications, relative_width(whole)))
     print(table(header, lines))
     if options.other:
-        other = measured_head(options.other, options.draft_length).ordered(head.prompt_ids)
+        other = whole_conversations(measured_head(options.other, options.draft_length).ordered(head.prompt_ids))
         header = ["paired ratio", "prompts", "true ratio", "coverage", "detected", "mean width"]
         lines = [paired(head, other, num, true, options.replications) for num in NUM_PROMPTS for true in (1.0, EFFECT)]
         print(f"\n{other.label} against {head.label}\n{table(header, lines)}")
+
+
+def whole_conversations(head: PromptSums) -> PromptSums:
+    """The same with one entry a conversation in `tokens_R` and `steps_R`."""
+    tokens_C, steps_C = (conversation_sums(x_R, head.conversations) for x_R in (head.tokens_R, head.steps_R))
+    return replace(head, tokens_R=tokens_C, steps_R=steps_C)
 
 
 def samples(num_world: int, num_prompts: int, replications: int) -> Iterator[np.ndarray]:

@@ -6,7 +6,8 @@
 Greedy replies of mixed length to built-in prompts, answered as the stage answers them: chunks of even size, one worker a
 thread. `plain` is one request at a time through the same forward; `generate` is transformers' own loop, one request at a
 time, and as many together as all workers have slots, a batch going on until its last reply has ended. Replies of the two at
-that batch are compared token by token: in float32 all are equal. Every rate is measured in this one run, after a warm-up.
+that batch are compared token by token: in float32 all are equal. Every rate is measured in this one run, after a warm-up;
+processor time stands beside it, because other work on the machine takes some of the time of either.
 """
 
 import argparse
@@ -15,6 +16,7 @@ from collections.abc import Callable
 
 import torch
 
+from headstart.eval.timings import generate as generated
 from headstart.heads.sampling import Sampling
 from headstart.heads.settings import TargetSettings
 from headstart.heads.target import Target, TargetLoader
@@ -38,7 +40,9 @@ def main() -> None:
     print(
         f"{options.target}, {options.prompts} prompts, at most {options.max_new_tokens} new tokens, threads {threads}"
     )
-    print(f"{'dtype':10}{'what':>22}{'replies':>9}{'tokens':>9}{'seconds':>9}{'tokens/s':>10}")
+    print(
+        f"{'dtype':10}{'what':>22}{'replies':>9}{'tokens':>9}{'seconds':>9}{'tokens/s':>10}{'cpu s':>9}{'tokens/cpu s':>14}"
+    )
     loader = TargetLoader(TargetSettings(model=options.target))
     everything = builtin_prompts()
     prompts = everything[:: max(1, len(everything) // options.prompts)][: options.prompts]
@@ -62,7 +66,9 @@ def main() -> None:
         by_prompt = {r.prompt_id: reply.token_ids for r, reply in zip(chunked(requests, target), own, strict=True)}
         equal = sum(by_prompt[r.prompt_id] == reply.token_ids for r, reply in zip(requests, theirs, strict=True))
         print(
-            f"{dtype:10}{own_rate / their_rate:.2f} times as fast, {equal} of {len(requests)} replies equal", flush=True
+            f"{dtype:10}{own_rate[0] / their_rate[0]:.2f} times as fast, {own_rate[1] / their_rate[1]:.2f} by processor "
+            f"time; {equal} of {len(requests)} replies equal",
+            flush=True,
         )
         few = requests[:: max(1, len(requests) // 6)][:6]
         batched(target, few[:1], 1, 8)
@@ -70,14 +76,15 @@ def main() -> None:
         show(dtype, "generate", lambda t=target, f=few: [generate(t, [r], options.max_new_tokens)[0] for r in f])
 
 
-def show(dtype: str, what: str, run: Callable[[], list[Reply]]) -> tuple[list[Reply], float]:
-    """Time it, print its line, and return the replies with their tokens/s."""
-    began = time.perf_counter()
+def show(dtype: str, what: str, run: Callable[[], list[Reply]]) -> tuple[list[Reply], tuple[float, float]]:
+    """Time it, print its line, and return the replies with their tokens per second, of the clock and of processors."""
+    began, cpu_began = time.perf_counter(), time.process_time()
     replies = run()
-    seconds = time.perf_counter() - began
+    seconds, cpu = time.perf_counter() - began, time.process_time() - cpu_began
     tokens = sum(len(reply.token_ids) for reply in replies)
-    print(f"{dtype:10}{what:>22}{len(replies):9}{tokens:9,}{seconds:9.1f}{tokens / seconds:10.1f}", flush=True)
-    return replies, tokens / seconds
+    line = f"{dtype:10}{what:>22}{len(replies):9}{tokens:9,}{seconds:9.1f}{tokens / seconds:10.1f}"
+    print(f"{line}{cpu:9.1f}{tokens / cpu:14.1f}", flush=True)
+    return replies, (tokens / seconds, tokens / cpu)
 
 
 def batched(
@@ -104,24 +111,9 @@ def chunked(requests: list[Request], target: Target) -> list[Request]:
     return [request for chunk in split(requests, num_workers(target, len(requests))) for request in chunk]
 
 
-@torch.inference_mode()
 def generate(target: Target, requests: list[Request], max_new_tokens: int) -> list[Reply]:
     """Replies of transformers' own loop to requests in one left-padded batch, each up to its stop token."""
-    width, stops = max(len(request.token_ids) for request in requests), set(target.facts.stop_ids)
-    rows = [(width - len(request.token_ids), request.token_ids) for request in requests]
-    output = target.model.generate(
-        torch.tensor([[0] * left + ids for left, ids in rows], device=target.device),
-        attention_mask=torch.tensor([[0] * left + [1] * len(ids) for left, ids in rows], device=target.device),
-        max_new_tokens=max_new_tokens,
-        do_sample=False,
-        eos_token_id=target.facts.stop_ids,
-        pad_token_id=target.facts.stop_ids[0],
-    )
-    replies = []
-    for said in output[:, width:].tolist():
-        end = next((i + 1 for i, token in enumerate(said) if token in stops), len(said))
-        replies.append(Reply(said[:end]))
-    return replies
+    return [Reply(ids) for ids in generated(target, [request.token_ids for request in requests], max_new_tokens)]
 
 
 if __name__ == "__main__":

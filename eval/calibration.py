@@ -9,14 +9,14 @@ times the probability that the drafts above were accepted. eval/calibration.json
     recommended  the threshold with the largest predicted speed-up, where it surely beats no threshold
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from headstart.eval.acceptance import ReplyAcceptance, count_replies, reached
-from headstart.eval.statistics import interval, ratio, ratio_interval, resampling_weights
+from headstart.eval.acceptance import ReplyAcceptance, count_replies, names_of, reached
+from headstart.eval.statistics import conversation_sums, interval, ratio, ratio_interval, resampling_weights
 
 NUM_BINS = 10
 THRESHOLDS = (0.0, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8)
@@ -35,36 +35,43 @@ def stopped(reply: ReplyAcceptance, threshold: float) -> ReplyAcceptance:
 
 
 def reliability(
-    replies: Sequence[ReplyAcceptance], draft_length: int, replicates: int, seed: int
+    replies: Sequence[ReplyAcceptance],
+    draft_length: int,
+    replicates: int,
+    seed: int,
+    conversations: Mapping[str, str] | None = None,
 ) -> list[dict[str, Any]]:
     """Confidence beside acceptance at every depth, over all pairs and by bin, with intervals over prompts.
+
+    `conversations`, by prompt id, are drawn whole.
 
     `calibration_error` is the mean distance of the two over the bins, by weight (expected calibration error; Naeini et
     al. 2015, AAAI). Chance never lets it be 0: bins of few drafts add to it.
     """
-    weight_RKB, confident_RKB, accepted_RKB = bin_sums(replies, draft_length)
-    weights_BR = resampling_weights(len(replies), replicates, seed)
+    names = names_of(replies, conversations)
+    weight_CKB, confident_CKB, accepted_CKB = (conversation_sums(x, names) for x in bin_sums(replies, draft_length))
+    weights_BC = resampling_weights(len(weight_CKB), replicates, seed)
     rows = []
     for k in range(draft_length):
-        weight_RB, confident_RB, accepted_RB = weight_RKB[:, k], confident_RKB[:, k], accepted_RKB[:, k]
-        weight_R = weight_RB.sum(1)
-        distance_RB = accepted_RB - confident_RB
-        error = float(ratio(np.abs(distance_RB.sum(0)).sum(), weight_R.sum()))
-        samples_B = ratio(np.abs(weights_BR @ distance_RB).sum(1), weights_BR @ weight_R)
+        weight_CB, confident_CB, accepted_CB = weight_CKB[:, k], confident_CKB[:, k], accepted_CKB[:, k]
+        weight_C = weight_CB.sum(1)
+        distance_CB = accepted_CB - confident_CB
+        error = float(ratio(np.abs(distance_CB.sum(0)).sum(), weight_C.sum()))
+        samples_B = ratio(np.abs(weights_BC @ distance_CB).sum(1), weights_BC @ weight_C)
         rows.append(
             {
                 "depth": k,
-                "weight": float(weight_R.sum()),
-                "confidence": ratio_interval(confident_RB.sum(1), weight_R, weights_BR),
-                "acceptance": ratio_interval(accepted_RB.sum(1), weight_R, weights_BR),
-                "calibration_error": interval(error, samples_B, int(np.count_nonzero(weight_R))),
+                "weight": float(weight_C.sum()),
+                "confidence": ratio_interval(confident_CB.sum(1), weight_C, weights_BC),
+                "acceptance": ratio_interval(accepted_CB.sum(1), weight_C, weights_BC),
+                "calibration_error": interval(error, samples_B, int(np.count_nonzero(weight_C))),
                 "bins": [
                     {
                         "low": b / NUM_BINS,
                         "high": (b + 1) / NUM_BINS,
-                        "weight": float(weight_RB[:, b].sum()),
-                        "confidence": mean_or_none(confident_RB[:, b], weight_RB[:, b]),
-                        "acceptance": ratio_interval(accepted_RB[:, b], weight_RB[:, b], weights_BR),
+                        "weight": float(weight_CB[:, b].sum()),
+                        "confidence": mean_or_none(confident_CB[:, b], weight_CB[:, b]),
+                        "acceptance": ratio_interval(accepted_CB[:, b], weight_CB[:, b], weights_BC),
                     }
                     for b in range(NUM_BINS)
                 ],
@@ -88,8 +95,8 @@ def bin_sums(replies: Sequence[ReplyAcceptance], draft_length: int) -> tuple[np.
     return sums[0], sums[1], sums[2]
 
 
-def mean_or_none(sums_R: np.ndarray, weight_R: np.ndarray) -> float | None:
-    return float(sums_R.sum() / weight_R.sum()) if weight_R.sum() else None
+def mean_or_none(sums_C: np.ndarray, weight_C: np.ndarray) -> float | None:
+    return float(sums_C.sum() / weight_C.sum()) if weight_C.sum() else None
 
 
 @dataclass(frozen=True)
@@ -123,28 +130,31 @@ def threshold_rows(
     replicates: int,
     seed: int,
     thresholds: Sequence[float] = THRESHOLDS,
+    conversations: Mapping[str, str] | None = None,
 ) -> list[dict[str, Any]]:
     """What each threshold gives at one draft length; the first of `thresholds` is what the others are compared with.
 
     The predicted speed-up is accept_len over the cost of a step (as in eval/speed.json). A head has to look one depth
-    further than it drafts to find that it stops: `draft_steps_per_step` counts that.
+    further than it drafts to find that it stops: `draft_steps_per_step` counts that. `conversations`, by prompt id, are
+    drawn whole.
     """
-    weights_BR = resampling_weights(len(replies), replicates, seed)
+    names = names_of(replies, conversations)
+    weights_BC = resampling_weights(len({*names}), replicates, seed)
     rows: list[dict[str, Any]] = []
     first_B: np.ndarray | None = None
     for threshold in thresholds:
-        sums_R4 = step_sums(replies, draft_length, threshold)
-        tokens_R, steps_R, drafts_R, draft_steps_R = sums_R4.T
+        sums_C4 = conversation_sums(step_sums(replies, draft_length, threshold), names)
+        tokens_C, steps_C, drafts_C, draft_steps_C = sums_C4.T
         # the speed-up of all prompts, then of every replicate
-        speedup_B = predicted(np.vstack([sums_R4.sum(0), weights_BR @ sums_R4]), times)
+        speedup_B = predicted(np.vstack([sums_C4.sum(0), weights_BC @ sums_C4]), times)
         first_B = speedup_B if first_B is None else first_B
-        gain_B, num_prompts = ratio(speedup_B, first_B), int(np.count_nonzero(steps_R))
+        gain_B, num_prompts = ratio(speedup_B, first_B), int(np.count_nonzero(steps_C))
         rows.append(
             {
                 "stop_below": threshold,
-                "accept_len": ratio_interval(tokens_R, steps_R, weights_BR),
-                "drafts_per_step": ratio_interval(drafts_R, steps_R, weights_BR),
-                "draft_steps_per_step": ratio_interval(draft_steps_R, steps_R, weights_BR),
+                "accept_len": ratio_interval(tokens_C, steps_C, weights_BC),
+                "drafts_per_step": ratio_interval(drafts_C, steps_C, weights_BC),
+                "draft_steps_per_step": ratio_interval(draft_steps_C, steps_C, weights_BC),
                 "predicted_speedup": interval(float(speedup_B[0]), speedup_B[1:], num_prompts),
                 "gain": interval(float(gain_B[0]), gain_B[1:], num_prompts),
             }
@@ -190,18 +200,20 @@ def calibration_entries(
     speed_rows: Sequence[dict[str, Any]],
     replicates: int,
     seed: int,
+    conversations: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
     """The body of eval/calibration.json.
 
     Args:
         sources: how drafts were made (`greedy`, `sampled`), and the replies they were computed on.
         speed_rows: of eval/speed.json, of the same head; empty where nothing was timed.
+        conversations: by prompt id; turns of one are drawn together for every interval.
     """
     times = step_times(speed_rows, kind, draft_length)
     body: dict[str, Any] = {"rows": [], "thresholds": [], "recommended": []}
     for draft, replies in sources:
-        found = reliability(replies, draft_length, replicates, seed)
-        rows = threshold_rows(replies, draft_length, times, replicates, seed)
+        found = reliability(replies, draft_length, replicates, seed, conversations)
+        rows = threshold_rows(replies, draft_length, times, replicates, seed, conversations=conversations)
         body["rows"] += [{"draft": draft, **row} for row in found]
         body["thresholds"] += [{"draft": draft, "draft_length": draft_length, **row} for row in rows]
         body["recommended"].append({"draft": draft, "draft_length": draft_length, "stop_below": recommended(rows)})

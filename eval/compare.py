@@ -1,10 +1,10 @@
 """Paired comparison of heads that were measured on the same held-out prompts. Made from files only, no model is loaded.
 
 For heads A and B the figure is the ratio of their accept_lens, (sum t_B / sum s_B) / (sum t_A / sum s_A) with tokens t and
-target steps s of each prompt. Every replicate draws whole prompts, the same for both: what makes a prompt easy for both
-cancels, and a difference shows that two separate intervals would hide. (Percentiles of the ratio are those of its
-logarithm, exponentiated.) Several comparisons are corrected by Holm's rule: the heads over all prompts are one family,
-the routes of all heads another.
+target steps s of each prompt. Every replicate draws whole prompts (turns of a conversation together), the same for both:
+what makes a prompt easy for both cancels, and a difference shows that two separate intervals would hide. (Percentiles of
+the ratio are those of its logarithm, exponentiated.) Several comparisons are corrected by Holm's rule: the heads over all
+prompts are one family, the routes of all heads another.
 """
 
 from collections.abc import Sequence
@@ -16,6 +16,7 @@ from headstart.eval.prompt_sums import PromptSums
 from headstart.eval.statistics import (
     LEVEL,
     Interval,
+    conversation_sums,
     holm,
     interval,
     p_value,
@@ -114,20 +115,22 @@ def adjust(family: list[Comparison]) -> list[Comparison]:
 def compare_route(head: PromptSums, reference: PromptSums, route: str, seed: int, replicates: int) -> Comparison:
     """One comparison; its p-value is not adjusted yet."""
     here = [i for i, name in enumerate(reference.routes) if route in ("all", name)]
-    tokens_R, steps_R, reference_tokens_R, reference_steps_R = (
-        values_R[here] for values_R in (head.tokens_R, head.steps_R, reference.tokens_R, reference.steps_R)
+    names = [reference.conversations[i] for i in here]
+    tokens_C, steps_C, reference_tokens_C, reference_steps_C = (
+        conversation_sums(values_R[here], names)
+        for values_R in (head.tokens_R, head.steps_R, reference.tokens_R, reference.steps_R)
     )
-    weights_BR = resampling_weights(len(here), replicates, seed)
-    value, samples_B = paired_ratio(tokens_R, steps_R, reference_tokens_R, reference_steps_R, weights_BR)
-    num_counted = int(np.count_nonzero(steps_R))
+    weights_BC = resampling_weights(len(tokens_C), replicates, seed)
+    value, samples_B = paired_ratio(tokens_C, steps_C, reference_tokens_C, reference_steps_C, weights_BC)
+    num_counted = int(np.count_nonzero(steps_C))
     found = interval(value, samples_B, num_counted)
     known = found["low"] is not None  # else too few prompts
     return Comparison(
         label=head.label,
         route=route,
         num_prompts=len(here),
-        accept_len=accept_len(tokens_R, steps_R),
-        reference_accept_len=accept_len(reference_tokens_R, reference_steps_R),
+        accept_len=accept_len(tokens_C, steps_C),
+        reference_accept_len=accept_len(reference_tokens_C, reference_steps_C),
         ratio=found,
         p=p_value(samples_B, num_counted) if known else None,
         verdict="tied" if known else "too few prompts",
@@ -154,15 +157,12 @@ def comparison_text(heads: Sequence[PromptSums], found: Sequence[Comparison], se
         for name, value in reference.conditions.items()
         if name.startswith("sampling.")
     )
-    weights_BR = resampling_weights(len(reference.prompt_ids), REPLICATES, seed)
-    alone = [
-        [
-            head.label,
-            str(head.checkpoint["step"]),
-            interval_text(ratio_interval(head.tokens_R, head.steps_R, weights_BR)),
-        ]
-        for head in (reference, *(head.ordered(reference.prompt_ids) for head in heads[1:]))
-    ]
+    weights_BC = resampling_weights(len({*reference.conversations}), REPLICATES, seed)
+    alone = []
+    for head in (reference, *(head.ordered(reference.prompt_ids) for head in heads[1:])):
+        tokens_C, steps_C = (conversation_sums(x_R, reference.conversations) for x_R in (head.tokens_R, head.steps_R))
+        found_alone = interval_text(ratio_interval(tokens_C, steps_C, weights_BC))
+        alone.append([head.label, str(head.checkpoint["step"]), found_alone])
     lines = [
         [
             one.label,

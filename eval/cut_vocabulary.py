@@ -36,7 +36,8 @@ def cut_rows(subject: Subject, vocabularies: Sequence[np.ndarray]) -> list[dict[
     for i, ids_W in enumerate(cut, start=1):
         for j, draft in enumerate(kinds):
             smaller, whole = counts[i * len(kinds) + j], counts[j]
-            compared = compare_route(prompt_sums(smaller), prompt_sums(whole), "all", subject.seed, REPLICATES)
+            both = prompt_sums(subject, smaller), prompt_sums(subject, whole)
+            compared = compare_route(*both, "all", subject.seed, REPLICATES)
             row = subject.row(smaller, source="offline", drafter=head.kind, draft=draft, draft_length=length)
             rows.append({**row, "draft_vocab_size": len(ids_W), "ratio": compared.ratio})
     return rows

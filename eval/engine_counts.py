@@ -15,6 +15,7 @@ from headstart.eval.acceptance import PromptCounts, acceptance_row
 from headstart.eval.engine_runs import EngineReply, EngineRun, accepted_per_position
 from headstart.eval.identity import Rescorer
 from headstart.eval.replies import Reply
+from headstart.heads.paths import Path, conversations
 
 POSITIONS, MAX_SURVIVAL_DIFFERENCE, MAX_DRAFTS_DIFFERENCE = 3, 0.02, 0.02
 
@@ -96,18 +97,16 @@ def _survival(replies: list[EngineReply]) -> list[float]:
     return [sum(column) / max(drafts, 1) for column in zip(*(reply.accepted_K for reply in replies), strict=True)]
 
 
-def engine_row(
-    run: EngineRun, prompt_ids: Sequence[str], routes: Sequence[str], drafter: str, draft_length: int, interval: Any
-) -> dict[str, Any]:
-    """The row of eval/acceptance.json: the engine's counters, under counting `engine`."""
+def engine_row(run: EngineRun, paths: Sequence[Path], drafter: str, draft_length: int, interval: Any) -> dict[str, Any]:
+    """The row of eval/acceptance.json: the engine's counters on the prompts of `paths`, under counting `engine`."""
     counts = []
-    for reply, prompt_id, route in zip(run.replies, prompt_ids, routes, strict=True):
+    for reply, path in zip(run.replies, paths, strict=True):
         accepted_K = np.array(reply.accepted_K, dtype=float)
         reached = np.append(reply.num_drafts, accepted_K)  # drafts with at least k accepted
         counts.append(
             PromptCounts(
-                prompt_id=prompt_id,
-                route=route,
+                prompt_id=path.prompt_id,
+                route=path.route,
                 num_tokens=reply.num_drafts + float(accepted_K.sum()),
                 num_steps=float(reply.num_drafts),
                 num_short_steps=0.0,
@@ -124,6 +123,7 @@ def engine_row(
         counting="engine",
         replicates=interval["replicates"],
         seed=interval["seed"],
+        conversations=conversations(paths),
     )
 
 

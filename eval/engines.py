@@ -178,8 +178,7 @@ def keep(
     file = run / "eval" / "acceptance.json"
     acceptance = read_eval(file) if file.exists() else None
     if acceptance and acceptance["checkpoint"]["sha256"] == record["checkpoint"]["sha256"]:
-        ids, routes = [path.prompt_id for path in paths], [path.route for path in paths]
-        row = engine_row(drafted, ids, routes, record["kind"], draft_length, acceptance["interval"])
+        row = engine_row(drafted, paths, record["kind"], draft_length, acceptance["interval"])
         same = [(r["source"], r["draft_length"]) == (row["source"], draft_length) for r in acceptance["rows"]]
         acceptance["rows"] = [r for r, old in zip(acceptance["rows"], same, strict=True) if not old] + [row]
         write_json(file, acceptance)

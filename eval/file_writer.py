@@ -72,6 +72,7 @@ class EvalFiles:
             speed["rows"] if speed else [],  # whatever prompts: a step costs what it costs
             settings.replicates,
             self.subject.seed,
+            self.subject.conversations,
         )
         self._write("calibration", {**self.names, **self._method(), **body})
 
@@ -86,6 +87,7 @@ class EvalFiles:
             "routes": [path.route for path in paths],
             "prompt_tokens": [path.num_prompt_tokens for path in paths],
             "num_tokens": [max(path.num_reply_tokens - 1, 0) for path in paths],
+            "conversations": list(self.subject.conversations.values()),
         }
         rows = [{"checkpoint": own if row["drafter"] == own["kind"] else None, **row} for row in sums]
         write_sums(self.folder, content, rows)
@@ -141,7 +143,7 @@ class EvalFiles:
             "kind": "bootstrap over prompts",
             "replicates": self.subject.settings.replicates,
             "seed": self.subject.seed,
-            "method": "percentiles, expanded for the number of prompts",
+            "method": "percentiles, expanded for the number of prompts; turns of a conversation are drawn together",
         }
         return {"interval": interval, "sampling": asdict(self.subject.sampling)}
 

@@ -94,7 +94,7 @@ def head_acceptance(subject: Subject) -> dict[str, list[ReplyAcceptance]]:
         for kind, more in measured(order[len(replies["greedy"]) : number]).items():
             replies[kind] += more
         counts = count_replies(replies["greedy"], settings.draft_length)
-        found = accept_len_interval(counts, settings.replicates, subject.seed)
+        found = accept_len_interval(counts, settings.replicates, subject.seed, subject.conversations)
         width = relative_width(found)
         subject.tell(f"after {number} prompts: accept_len {interval_text(found)}, {width:.1%} wide")
         if width <= settings.stop_at_width:
@@ -145,17 +145,21 @@ def measure_setting(
 ) -> list[dict[str, Any]]:
     """Rows of the same head and prompts at another sampling setting, that of the recorded replies.
 
+    A turn that the target was never asked there, because its own replies had grown too long by then, is left out.
+
     Raises:
-        WrongInput: replies of several settings, or none to a prompt that is measured at the run's own.
+        WrongInput: replies of several settings, or none to any prompt that is measured at the run's own.
     """
     own = {path.prompt_id: path for path in recorded}
-    missing = [path.prompt_id for path in subject.paths if path.prompt_id not in own]
-    if missing:
-        raise WrongInput(f"found no reply to {len(missing)} prompts (first: {missing[0][:12]}), expected one to each.")
-    paths = [own[path.prompt_id] for path in subject.paths]
+    paths = [own[path.prompt_id] for path in subject.paths if path.prompt_id in own]
     check_paths(paths)
     other = replace(subject, paths=paths, features=None, settings=replace(subject.settings, stop_at_width=0.0))
     subject.tell(f"temperature {other.sampling.temperature:g}")
+    if missing := len(subject.paths) - len(paths):
+        subject.tell(
+            f"{missing} of {len(subject.paths)} turns are left out there: their conversations ended earlier, where the "
+            "target's own replies left no room for the next question"
+        )
     replies = head_acceptance(other)
     rows, _ = measure_acceptance(other, replies)
     rows += tree_rows(other, replies["greedy"])

@@ -36,9 +36,13 @@ class LocalServer:
         log: Path,
         environment: dict[str, str] | None = None,
         folder: Path | None = None,
+        start_s: float = SERVER_START_S,
     ) -> None:
-        """`log` gets what it prints; it runs in `folder`, with `environment` in place of this process's own."""
-        self.command, self.url, self.log = list(command), url, log
+        """`log` gets what it prints; it runs in `folder`, with `environment` in place of this process's own.
+
+        `start_s`: seconds in which it has to be healthy.
+        """
+        self.command, self.url, self.log, self._start_s = list(command), url, log, start_s
         self._environment, self._folder = environment, folder
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -61,7 +65,7 @@ class LocalServer:
                 cwd=self._folder,
                 start_new_session=True,
             )
-        deadline = time.monotonic() + SERVER_START_S
+        deadline = time.monotonic() + self._start_s
         while not healthy(self.url):
             if self._process.poll() is not None or time.monotonic() > deadline:
                 self.kill()

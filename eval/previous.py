@@ -48,7 +48,7 @@ def compared(
 ) -> dict[str, Any]:
     """The entry `previous` of acceptance.json: greedy drafts of the reported length, the new head against the old one."""
     length = subject.settings.draft_length
-    mine, theirs = (prompt_sums(count_replies(replies, length)) for replies in (new, old))
+    mine, theirs = (prompt_sums(subject, count_replies(replies, length)) for replies in (new, old))
     found = compare_route(mine, theirs, "all", subject.seed, REPLICATES)
     return {
         "checkpoint": checkpoint_identity(folder),
@@ -62,7 +62,8 @@ def compared(
     }
 
 
-def prompt_sums(counts: Sequence[PromptCounts]) -> PromptSums:
+def prompt_sums(subject: Subject, counts: Sequence[PromptCounts]) -> PromptSums:
     """The sums that `compare_route` reads; it asks for neither names nor identities."""
     tokens_R, steps_R = (np.array([getattr(c, name) for c in counts], float) for name in ("num_tokens", "num_steps"))
-    return PromptSums("", {}, [c.prompt_id for c in counts], [c.route for c in counts], tokens_R, steps_R, {})
+    ids, routes = [c.prompt_id for c in counts], [c.route for c in counts]
+    return PromptSums("", {}, ids, routes, tokens_R, steps_R, [subject.conversations[i] for i in ids], {})

@@ -2,7 +2,7 @@
 
     {"schema":"headstart.prompts/1","target":{"name","fingerprint"},"prompts":{"name","sha256","max_new_tokens"},
      "sampling":{"temperature","top_k","top_p","min_p"},
-     "prompt_ids":[..],"routes":[..],"prompt_tokens":[..],"num_tokens":[..],                    one entry a prompt
+     "prompt_ids":[..],"routes":[..],"prompt_tokens":[..],"num_tokens":[..],"conversations":[..],      one entry a prompt
      "rows":[{"checkpoint":{"kind","step","sha256"},"drafter","draft","draft_length","num_steps":[..]}]}
 
 All sums are exact offline ones by counting rule `reply`: accept_len = sum num_tokens / sum num_steps. A reply of n tokens
@@ -12,7 +12,7 @@ checkpoints that were measured earlier on the same replies stay, so that two che
 
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -37,15 +37,21 @@ class PromptSums:
     routes: list[str]
     tokens_R: np.ndarray
     steps_R: np.ndarray
+    conversations: list[str]  # that of each prompt: turns of one are drawn together
     conditions: dict[str, Any]  # what must be equal for two of them to be compared, by dotted name
 
     def ordered(self, prompt_ids: Sequence[str]) -> "PromptSums":
         """The same prompts in another order."""
         place = {prompt_id: i for i, prompt_id in enumerate(self.prompt_ids)}
         order = [place[prompt_id] for prompt_id in prompt_ids]
-        routes = [self.routes[i] for i in order]
-        tokens_R, steps_R = self.tokens_R[order], self.steps_R[order]
-        return PromptSums(self.label, self.checkpoint, list(prompt_ids), routes, tokens_R, steps_R, self.conditions)
+        return replace(
+            self,
+            prompt_ids=list(prompt_ids),
+            routes=[self.routes[i] for i in order],
+            tokens_R=self.tokens_R[order],
+            steps_R=self.steps_R[order],
+            conversations=[self.conversations[i] for i in order],
+        )
 
 
 def write_sums(folder: Path, content: dict[str, Any], rows: list[dict[str, Any]]) -> None:
@@ -128,6 +134,7 @@ def sums_of(content: dict[str, Any], row: dict[str, Any], label: str) -> PromptS
         routes=content["routes"],
         tokens_R=np.array(content["num_tokens"], float),
         steps_R=np.array(row["num_steps"], float),
+        conversations=content.get("conversations", content["prompt_ids"]),
         conditions={
             "target.fingerprint": content["target"]["fingerprint"],
             "prompts.max_new_tokens": content["prompts"]["max_new_tokens"],

@@ -19,13 +19,14 @@ from headstart.eval.replies import Reply, live_counts
 from headstart.eval.settings import EvalSettings
 from headstart.eval.statistics import (
     MIN_PROMPTS,
+    conversation_sums,
     geometric_mean_interval,
     quantile,
     resampling_weights,
     speedup_interval,
 )
 from headstart.eval.subject import Subject
-from headstart.eval.timings import Timings, balanced, measure_speed
+from headstart.eval.timings import Timings, balanced, grouped, measure_speed
 from headstart.heads.contract import Head
 from headstart.heads.export.serving import METHODS
 from headstart.heads.paths import Path
@@ -65,8 +66,10 @@ def timed_rows(
         if sampling.temperature == 0:
             found = compared = speed_checks(timings, target, paths)
             checks += compared
+        names = subject.conversations
+        names_G = drawn_together(grouped([names[path.prompt_id] for path in paths], concurrency))
         rows += [
-            speed_row(timing, timings[0], check, dtype, settings, subject.seed, sampling.temperature)
+            speed_row(timing, timings[0], check, dtype, settings, subject.seed, sampling.temperature, names_G)
             for timing, check in zip(timings[1:], found, strict=True)
             if timing.variant.draft_length
         ]
@@ -81,10 +84,17 @@ def speed_row(
     settings: EvalSettings,
     seed: int,
     temperature: float = 0.0,
+    names_G: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """One row of eval/speed.json; `check` is the identity check of greedy replies against the plain ones."""
-    weights_BG = resampling_weights(len(plain.runs), settings.replicates, seed)
-    speedup = speedup_interval(timing.seconds_G, timing.tokens_G, plain.seconds_G, plain.tokens_G, weights_BG)
+    """One row of eval/speed.json; `check` is the identity check of greedy replies against the plain ones.
+
+    Groups of one name in `names_G` are drawn together for its intervals; without names each stands alone.
+    """
+    names_G = names_G or [str(g) for g in range(len(plain.runs))]
+    sums = (timing.seconds_G, timing.tokens_G, plain.seconds_G, plain.tokens_G)
+    seconds_C, tokens_C, plain_seconds_C, plain_tokens_C = (conversation_sums(x_G, names_G) for x_G in sums)
+    weights_BC = resampling_weights(len(seconds_C), settings.replicates, seed)
+    speedup = speedup_interval(seconds_C, tokens_C, plain_seconds_C, plain_tokens_C, weights_BC)
     per_group_G = (timing.tokens_G / timing.seconds_G) / (plain.tokens_G / plain.seconds_G)
     replies = timing.replies
     names = [str(i) for i in range(len(timing.all()))]
@@ -126,9 +136,24 @@ def speed_row(
         ),
         "num_divergences": None if check is None else len(check["divergences"]),
         "num_near_ties": None if check is None else sum(d["verdict"] == "tie" for d in check["divergences"]),
-        "speedup_geometric": geometric_mean_interval(per_group_G, weights_BG),
+        "speedup_geometric": geometric_mean_interval(per_group_G, names_G, weights_BC),
         "stop_below": timing.variant.stop_below,
     }
+
+
+def drawn_together(groups: Sequence[Sequence[str]]) -> list[str]:
+    """A name for each group of conversations: the same for groups that have one in common, or are linked by others."""
+    parents: dict[str, str] = {}
+
+    def root(name: str) -> str:
+        while parents.setdefault(name, name) != name:
+            name = parents[name]
+        return name
+
+    for group in groups:
+        for name in group:
+            parents[root(name)] = root(group[0])
+    return [root(group[0]) for group in groups]
 
 
 def speed_checks(timings: Sequence[Timings], target: Target, paths: Sequence[Path]) -> list[dict[str, Any]]:

@@ -1,7 +1,9 @@
 """Intervals over prompts: every figure is a function of per-prompt sums, resampled by prompt.
 
-Tokens of one reply are not independent, prompts are: the bootstrap draws whole prompts. One matrix of resampling
-weights serves all figures of a table, so figures of the same prompts (two heads, speculative and plain) stay paired.
+Tokens of one reply are not independent, nor are turns of one conversation: the bootstrap draws whole conversations
+(`conversation_sums`), and a prompt that stands alone is one. One matrix of resampling weights serves all figures of a
+table, so figures of the same prompts (two heads, speculative and plain) stay paired. Wherever an interval is made below,
+a prompt is what is drawn: a conversation.
 
 Intervals are percentiles of the replicates, taken further out the fewer prompts there are (`tail_share`): the plain
 percentiles of few prompts are too narrow. `bench/coverage.py` shows what both cover on a run's own prompts.
@@ -26,6 +28,23 @@ def resampling_weights(num_prompts: int, replicates: int, seed: int) -> np.ndarr
         return np.zeros((replicates, 0))
     generator = np.random.default_rng(seed)
     return generator.multinomial(num_prompts, np.full(num_prompts, 1 / num_prompts), size=replicates).astype(np.float64)
+
+
+def conversation_sums(values_R: Any, conversations: Sequence[str]) -> np.ndarray:
+    """Sums [C, ..] over the prompts of each conversation, conversations in the order of their first prompts.
+
+    What is drawn as one has to be summed before it is drawn (the cluster bootstrap: Davison and Hinkley 1997, section
+    3.8): replicates of turns one by one would count what turns have in common as often as there are turns.
+
+    Args:
+        values_R: numbers of each prompt [R, ..].
+        conversations: that of each prompt, by any name.
+    """
+    values_R = np.asarray(values_R, float)
+    places = {name: place for place, name in enumerate(dict.fromkeys(conversations))}
+    sums_C = np.zeros((len(places), *values_R.shape[1:]))
+    np.add.at(sums_C, np.array([places[name] for name in conversations], dtype=np.int64), values_R)
+    return sums_C
 
 
 def ratio(numerator: Any, denominator: Any) -> Any:
@@ -99,11 +118,12 @@ def ratio_interval(numerator_R: np.ndarray, denominator_R: np.ndarray, weights_B
     return interval(value, samples_B, int(np.count_nonzero(denominator_R)))
 
 
-def mean_interval(value_R: np.ndarray, weights_BR: np.ndarray) -> Interval:
+def mean_interval(value_R: np.ndarray, conversations: Sequence[str], weights_BC: np.ndarray) -> Interval:
     """Interval of the mean over prompts that have a value (nan: none), each counting once: the macro average."""
     value_R = np.asarray(value_R, float)
     known_R = np.isfinite(value_R)
-    return ratio_interval(np.where(known_R, value_R, 0.0), known_R.astype(float), weights_BR)
+    values_C = conversation_sums(np.where(known_R, value_R, 0.0), conversations)
+    return ratio_interval(values_C, conversation_sums(known_R, conversations), weights_BC)
 
 
 def paired_ratio(
@@ -140,10 +160,9 @@ def speedup_interval(
     return interval(value, samples_B, len(seconds_R))
 
 
-def geometric_mean_interval(ratio_R: np.ndarray, weights_BR: np.ndarray) -> Interval:
+def geometric_mean_interval(ratio_R: np.ndarray, conversations: Sequence[str], weights_BC: np.ndarray) -> Interval:
     """Interval of the geometric mean of per-prompt ratios: every prompt weighs the same, however long its reply."""
-    log_R = np.log(np.asarray(ratio_R, float))
-    logs = mean_interval(log_R, weights_BR)
+    logs = mean_interval(np.log(np.asarray(ratio_R, float)), conversations, weights_BC)
     return {name: None if x is None else float(np.exp(x)) for name, x in logs.items()}
 
 

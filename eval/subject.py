@@ -9,7 +9,7 @@ from headstart.eval.settings import EvalSettings
 from headstart.heads.batch import Batch, pack
 from headstart.heads.contract import Head
 from headstart.heads.features import FeatureReader
-from headstart.heads.paths import Path
+from headstart.heads.paths import Path, conversations
 from headstart.heads.sampling import Sampling
 from headstart.heads.target import Target
 
@@ -39,6 +39,11 @@ class Subject:
         temperature = self.sampling.temperature
         return {"greedy": 0.0} | ({"sampled": temperature} if temperature else {})
 
+    @property
+    def conversations(self) -> dict[str, str]:
+        """By prompt id: turns of one are drawn together for every interval."""
+        return conversations(self.paths)
+
     def row(self, counts: Sequence[PromptCounts], **names: Any) -> dict[str, Any]:
         sampling = self.sampling
         return acceptance_row(
@@ -48,6 +53,7 @@ class Subject:
             top_p=sampling.top_p,
             replicates=self.settings.replicates,
             seed=self.seed,
+            conversations=self.conversations,
             **names,
         )
 

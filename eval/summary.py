@@ -15,7 +15,7 @@ drafts kept           accepted drafts / target steps: the same without that toke
 uniform starts        1 + mean survival over all positions of the replies, as if steps began anywhere alike (too high)
 product of marginals  1 + products of each depth's own mean acceptance there, as if depths were independent too
 a_k                   accepted at position k / judged there, which needs all drafts before it to be accepted
-[low, high]           95 % interval, bootstrap over prompts"""
+[low, high]           95 % interval, bootstrap over prompts, turns of a conversation drawn together"""
 
 
 def find_rows(acceptance: dict[str, Any], **wanted: Any) -> list[dict[str, Any]]:

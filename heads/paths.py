@@ -6,7 +6,7 @@ is never rendered or tokenised again.
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path as FilePath
 from typing import Any
@@ -61,6 +61,7 @@ class Path:
     logprob_N: np.ndarray  # float32
     finish_reason: str
     sampling: dict[str, Any]  # of the target; `UNKNOWN` for a reply that a source brought
+    conversation: str = ""  # id of the prompt whose turn it answers; empty: it stands alone
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -86,6 +87,11 @@ def read_paths(folder: FilePath, split: str | None = None) -> Iterator[Path]:
         for path in read_part(folder / name):
             if split is None or path.split == split:
                 yield path
+
+
+def conversations(paths: Iterable[Path]) -> dict[str, str]:
+    """The conversation of every path, by prompt id: what is drawn as one where a figure has an interval."""
+    return {path.prompt_id: path.conversation or path.prompt_id for path in paths}
 
 
 def trained_on(run: FilePath) -> str:
@@ -129,4 +135,5 @@ def read_part(file: FilePath) -> Iterator[Path]:
             logprob_N=np.asarray([np.nan if x is None else x for x in row["logprob"]], dtype=np.float32),
             finish_reason=row["finish_reason"],
             sampling=json.loads(row["sampling"]),
+            conversation=row.get("conversation") or "",
         )

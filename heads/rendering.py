@@ -21,7 +21,7 @@ def render(facts: TargetFacts, tokenizer: Any, prompt: Prompt) -> list[int]:
             f"{facts.name}: found a tokenizer without chat template, expected one for chat prompts.\n"
             "Put a chat_template.jinja beside the tokenizer, or choose an instruction-tuned target."
         )
-    which = f"prompt {prompt.prompt_id[:12]} ({str(prompt.messages[-1].get('content', ''))[:60]!r})"
+    which = prompt_name(prompt)
     try:
         token_ids = template_ids(tokenizer, prompt.messages, prompt.template_kwargs, prompting=True)
     except Exception as error:
@@ -42,6 +42,11 @@ def render(facts: TargetFacts, tokenizer: Any, prompt: Prompt) -> list[int]:
             "The chat template writes it twice: compare the folder with its source."
         )
     return token_ids
+
+
+def prompt_name(prompt: Prompt) -> str:
+    """What messages call a prompt."""
+    return f"prompt {prompt.prompt_id[:12]} ({str(prompt.messages[-1].get('content', ''))[:60]!r})"
 
 
 def template_ids(

@@ -1,7 +1,7 @@
 """Checks of a recipe against its target and prompts, before anything is computed: config and tokenizer, no weights."""
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -22,9 +22,9 @@ from headstart.launch.schema import Problem
 from headstart.launch.settings import Recipe
 from headstart.launch.start import find_start
 from headstart.launch.variants import Loaded, stored_taps
-from headstart.trainer.conversations import Conversation
+from headstart.trainer.left_out import LeftOut
 from headstart.trainer.prompts import BUILTIN, PromptSet, gather
-from headstart.trainer.recorded import Recorded, conversations_of
+from headstart.trainer.recorded import Planned, plan_traffic
 from headstart.trainer.settings import PromptSettings
 from headstart.trainer.sources import source_path
 
@@ -40,10 +40,8 @@ class Checked:
 
     target: TargetLoader
     prompts: PromptSet
-    conversations: Mapping[str, Conversation]
-    """The requests of every prompt by its id; empty where rendering was not asked for."""
-    recorded: Recorded | None
-    """What becomes of the sources' own replies, where these are kept."""
+    planned: Planned
+    """The requests of every prompt; none where rendering was not asked for."""
     starts: dict[str, Start]
     """The heads that heads start from, by variant; the only head has no name."""
 
@@ -54,7 +52,7 @@ def check_loaded(
     """Check everything that can be known without weights, of every variant.
 
     Args:
-        render: whether to render every prompt, and find those that are too long.
+        render: whether to render every prompt, and find those that cannot be asked.
         need_weights: whether the target's weights have to be there; a plan needs its config and tokenizer only.
         here: whether this machine has to be large enough; a plan may be made on another one.
 
@@ -73,8 +71,7 @@ def check_loaded(
         start = attempt(problems, "head.init_from", partial(recipe_start, own, root))
         starts |= {} if start is None else {name: start}
         found += in_variant(name, problems)
-    talks: dict[str, Conversation] = {}
-    recorded = None
+    planned = None
     if target is not None:
         found += target_problems(recipe, target)
         for name, own in loaded.recipes.items():
@@ -83,14 +80,13 @@ def check_loaded(
         facts = target.facts
         attempt(found, "eval.previous", lambda: previous_folder(recipe.eval.previous, root, facts))
         if prompts is not None and render and target.tokenizer.chat_template:
-            read = partial(conversations_of, target, prompts.prompts, recipe.traffic)
-            talks, recorded = attempt(found, "prompts.sources", read) or ({}, None)
+            planned = attempt(found, "prompts.sources", partial(plan_traffic, target, prompts.prompts, recipe.traffic))
         if here and not found:
             needs = attempt(found, "target.model", lambda: measure_needs(loaded, target))
             found += [] if needs is None or needs.fits else [("target.model", needs.refusal())]
     if found or target is None or prompts is None:
         raise WrongInput(describe(path, [Problem(place_of(path, overrides, key), key, text) for key, text in found]))
-    return Checked(target, prompts, talks, recorded, starts)
+    return Checked(target, prompts, planned or Planned({}, LeftOut()), starts)
 
 
 def read_prompts(found: Findings, settings: PromptSettings, base: Path) -> PromptSet | None:

@@ -45,8 +45,7 @@ def check(recipe_text: str, overrides: list[str], dry_run: bool) -> None:
         print_plan(loaded, path, checked, threads)
     else:
         print("".join(f"{line}\n" for line in skip_lines(checked.prompts)), end="")
-        if checked.recorded is not None:
-            print(checked.recorded.describe())
+        print("".join(f"{line}\n" for line in checked.planned.describe()), end="")
         for name, start in checked.starts.items():
             head = name or "the head"
             print(f"{head} starts from the {start.layout} {start.folder} ({start.kind}, sha256 {start.sha256[:12]})")
@@ -306,6 +305,7 @@ def training_settings(recipe: Recipe) -> dict[str, object]:
         "prompts.sources",
         "prompts.heldout",
         "prompts.max_broken",
+        "traffic.max_left_out",
         "traffic.server.urls",
         "traffic.server.concurrency",
         "traffic.server.timeout",

@@ -2,6 +2,7 @@
 
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,11 @@ from headstart.trainer.conversations import Answered, answer_turns, longest_requ
 from headstart.trainer.generation import Generator
 from headstart.trainer.inspection import inspection_text
 from headstart.trainer.prompts import gather
-from headstart.trainer.recorded import conversations_of, read_recorded
+from headstart.trainer.recorded import plan_traffic, read_recorded
 from headstart.trainer.supervision import NUM_CHECKED, check_supervision
 from headstart.trainer.traffic import sampling_of
+
+SPARE = 4  # times the prompts that are shown, for some may be left out
 
 
 def inspect_run(recipe: Recipe, run: RunFolder, rows: int) -> None:
@@ -44,12 +47,13 @@ def inspect_recipe(recipe: Recipe, base: Path, rows: int) -> None:
     targets = target_loader(recipe)
     prompts = gather(recipe.prompts, base).of("train")
     if recipe.traffic.replies != "recorded":
-        prompts = prompts[:rows]
-    talks, recorded = conversations_of(targets, prompts, recipe.traffic)
+        prompts = prompts[: SPARE * rows]
+    planned = plan_traffic(targets, prompts, replace(recipe.traffic, max_left_out=1.0))
+    talks = planned.conversations
     chosen = list(talks.values())[:rows]
     target = targets()
-    if recorded is not None:
-        print(recorded.describe() + "\n")
+    print("".join(f"{line}\n" for line in planned.describe()))
+    if planned.recorded is not None:
         answered = read_recorded(target, chosen, None, lambda tokens, replies: None)
         sampling = UNKNOWN
     else:

@@ -31,8 +31,8 @@ def print_plan(loaded: Loaded, path: Path, checked: Checked, threads: str) -> No
     for name, own in loaded.recipes.items():
         rows += of_variant(name, derived_of_head(own, checked, checked.starts.get(name)))
     table("derived", rows)
-    told = checked.prompts.describe() + (f"\n{checked.recorded.describe()}" if checked.recorded else "")
-    table("prompts", [(line, "", "") for line in told.splitlines()])
+    told = [*checked.prompts.describe().splitlines(), *checked.planned.describe()]
+    table("prompts", [(line, "", "") for line in told])
     rows = stages(recipe, path, checked, run)
     for name, own in loaded.recipes.items():
         rows += of_variant(name, head_stages(own, run_folder(own)))
@@ -127,7 +127,7 @@ def stage_row(folder: Path) -> Row:
 
 def disk(recipe: Recipe, checked: Checked, run: RunFolder) -> list[Row]:
     """The most that features can take, and what is free."""
-    talks = checked.conversations.values()
+    talks = checked.planned.conversations.values()
     prompts = [(talk.prompt.split, tokens) for talk in talks for tokens in talk.kept_tokens]
     tokens, size = most_bytes(prompts, recipe.traffic, checked.target)
     folder = run.root

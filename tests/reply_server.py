@@ -90,7 +90,7 @@ class Handler(BaseHTTPRequestHandler):
         if self.server.dead:
             return
         if isinstance(answer, int):
-            self.send({"error": {"message": "no"}}, answer)
+            self.send({"error": {"message": f"no: {self.headers['Authorization']}"}}, answer)
             return
         self.send(answer)
         self.server.answered += 1

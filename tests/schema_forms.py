@@ -41,6 +41,7 @@ ACCEPTANCE_ROW = {
     "uniform_start_estimate": NUMBER_OR_NULL,
     "product_of_marginals": NUMBER_OR_NULL,
     "out_of_vocab_share": NUMBER_OR_NULL,
+    "num_conversations": int,
 }
 ACCEPTANCE = {
     "schema": ("headstart.acceptance/1",),
@@ -61,6 +62,7 @@ PROMPT_SUMS = {
     "routes": [str],
     "prompt_tokens": [int],
     "num_tokens": [int],
+    "conversations": [str],
     "rows": [
         {
             "checkpoint": (NULL, dict),
@@ -276,6 +278,7 @@ TRAFFIC_COLUMNS = {
     "sampling": "string",
     "backend": "string",
     "chunk": "int",
+    "conversation": "string",
 }
 
 

@@ -108,7 +108,7 @@ def prompts_violations(path: Path) -> list[str]:
     found = violations(content, PROMPT_SUMS, path.name)
     for row in [] if found else content["rows"]:
         found += violations(row["num_steps"], Length(NUMBER, len(content["prompt_ids"])), f"{path.name}.num_steps")
-    for name in [] if found else ("routes", "prompt_tokens", "num_tokens"):
+    for name in [] if found else ("routes", "prompt_tokens", "num_tokens", "conversations"):
         found += [f"{path.name}.{name}: not one a prompt"] * (len(content[name]) != len(content["prompt_ids"]))
     return found
 

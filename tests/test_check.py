@@ -48,7 +48,7 @@ NAMES = ("old songs", "a blue atlas", "your notes", "the second book", "this lis
 def test_own_prompts_on_the_tiny_target_are_fine(recipe: Path) -> None:
     checked = check_loaded(load(recipe), recipe, [])
     assert checked.target.facts.num_layers == 4
-    assert len(checked.conversations) == len(checked.prompts.prompts) == 7
+    assert len(checked.planned.conversations) == len(checked.prompts.prompts) == 7
 
 
 def test_everything_that_does_not_fit_the_target_is_reported_at_once(recipe: Path) -> None:
@@ -105,7 +105,11 @@ def test_a_draft_of_layers_that_the_target_lacks_is_found_before(recipe: Path) -
 
 def test_prompts_longer_than_the_limit_or_the_context_are_found(recipe: Path) -> None:
     text = problems_of(recipe, "traffic.max_prompt_tokens=20")
-    assert "traffic.max_prompt_tokens: found 20, but 7 prompts are longer" in text
+    assert (
+        "traffic.max_left_out: found 7 of 7 requests that cannot be asked (nothing is left of: heldout, train, v"
+        in text
+    )
+    assert "longer than 20 tokens (traffic.max_prompt_tokens): prompt " in text
     text = problems_of(recipe, "traffic.max_prompt_tokens=1020")
     assert "the target's context is 1024; expected at most 1008" in text
 

@@ -15,7 +15,7 @@ from headstart.heads.paths import UNKNOWN, Prompt, count_cut, read_paths, traine
 from headstart.heads.target import TargetLoader
 from headstart.trainer.generation import Generator, Request
 from headstart.trainer.heldout_traffic import at_temperature, make_heldout_traffic
-from headstart.trainer.recorded import conversations_of
+from headstart.trainer.recorded import plan_traffic
 from headstart.trainer.supervision import training_paths
 from headstart.trainer.traffic import make_traffic, sampling_of
 from tests.test_traffic import SETTINGS, TINY, hashes, prompts_stage
@@ -58,6 +58,7 @@ def test_the_target_answers_every_turn_with_its_own_replies_as_history(tmp_path,
             assert row["token_ids"] == asked + reply.token_ids
             assert row["generated"] == [False] * len(asked) + [True] * len(reply.token_ids)
             assert len(reader.get(row["prompt_id"])[0]) == len(row["token_ids"]) - 1
+            assert row["conversation"] == prompt.prompt_id
             said = tiny_target.tokenizer.decode(reply.token_ids, skip_special_tokens=True)
             history += [turn("assistant", said.rstrip("\ufffd"))]  # a cut reply may end within a character
         assert "foreign words" not in row["messages"]
@@ -85,6 +86,32 @@ def test_a_conversation_ends_where_its_next_request_is_too_long(tmp_path, capsys
     assert 4 <= len(rows) < 8
     assert f"{8 - len(rows)} conversations ended before their last turn: its next request is longer than" in told
     assert len(FeatureReader(features.folder)) == len(rows)
+
+
+def test_a_few_requests_that_cannot_be_asked_are_named_and_left_out(tmp_path, capsys):
+    """A prompt, a later turn, and a held-out prompt are too long; the template refuses one. Above the share nothing runs."""
+    loader = TargetLoader(TINY)
+    loader.tokenizer.chat_template += (
+        "{% if messages[0].content == 'No.' %}{{ raise_exception('none of that') }}{% endif %}"
+    )
+    long, good = "bread " * 300, [talk(f"Tea {i}?", split=("train", "heldout", "validation")[i % 3]) for i in range(9)]
+    bad = [talk(long), talk("Rice?", "Yes.", long), talk("No."), talk(long + "?", split="heldout")]
+    stage = prompts_stage(tmp_path, [*good, *bad])
+    with pytest.raises(WrongInput, match=r"max_left_out: found 4 of 14 requests(.|\n)*max_prompt_tokens") as refused:
+        make_traffic(loader, stage, replace(SETTINGS, max_left_out=0.2), tmp_path)
+    assert "cannot render it: TemplateError: none of that: prompt " in str(refused.value)
+    settings = replace(SETTINGS, max_left_out=0.3)
+    traffic, _ = make_traffic(loader, stage, settings, tmp_path)
+    assert "left out 3: longer than 200 tokens (traffic.max_prompt_tokens)" in capsys.readouterr().out
+    told = [json.loads(line) for line in (traffic.folder / "left_out.jsonl").read_text().splitlines()]
+    assert {row["prompt_id"] for row in told} == {prompt.prompt_id for prompt in bad}
+    kept = {*(prompt.prompt_id for prompt in good), talk("Rice?").prompt_id}
+    assert {row["prompt_id"] for row in rows_of(traffic)} == kept
+    assert make_traffic(loader, stage, SETTINGS, tmp_path)[0].key == traffic.key  # the share changes no reply
+    held = make_heldout_traffic(loader, stage, at_temperature(settings, 1.0), tmp_path)
+    assert {row["prompt_id"] for row in rows_of(held)} == {p.prompt_id for p in good if p.split == "heldout"}
+    with pytest.raises(WrongInput, match="nothing is left of: heldout"):
+        plan_traffic(loader, [*good[::3], *good[2::3], bad[-1]], replace(SETTINGS, max_left_out=0.9))
 
 
 def test_conversations_are_made_again_bit_by_bit_and_have_one_id_at_every_temperature(tmp_path):
@@ -139,6 +166,7 @@ def test_replies_of_the_sources_are_rows_that_say_so(tmp_path, tiny_target):
     paths = list(read_paths(traffic.folder, "train"))
     assert {path.finish_reason for path in paths} == {"stop", "length"}
     assert paths[0].sampling == UNKNOWN
+    assert [path.conversation for path in paths] == [prompt.prompt_id for prompt in talks for _ in range(2)]
     with pytest.raises(WrongInput, match="replies that a source brought"):
         check_paths(paths)
     (tmp_path / "run").mkdir()
@@ -153,13 +181,19 @@ def test_replies_of_the_sources_are_rows_that_say_so(tmp_path, tiny_target):
 def test_rows_without_a_usable_reply_are_counted_and_none_at_all_is_an_error():
     """Case 1: found before anything is computed."""
     loader, bad = TargetLoader(TINY), talk("Oil?", reply="Yes.<|im_end|>No.")
-    _, found = conversations_of(loader, [bad, talk("Tea?", reply="Yes."), talk("Soup?", split="heldout")], RECORDED)
-    told = found.describe()
-    assert "1 kept of 2" in told
+    rows = [
+        bad,
+        talk("Tea?", reply="Yes."),
+        talk("Soup?", "Hot.", "When?", reply="Now."),
+        talk("Soup?", split="heldout"),
+    ]
+    told = "\n".join(plan_traffic(loader, rows, RECORDED).describe())
+    assert "2 kept of 4" in told
+    assert "left out 1: another row, or a held-out one, has the same request" in told
     assert "which ends it, before its last word" in told
     assert "reply as it is trained: 'Yes.<|im_end|>'" in told
     with pytest.raises(WrongInput, match=r"which ends it.*\n.*traffic.replies=all"):
-        conversations_of(loader, [bad], RECORDED)
+        plan_traffic(loader, [bad], RECORDED)
 
 
 def test_another_limit_is_another_record(tmp_path):

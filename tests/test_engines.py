@@ -126,7 +126,8 @@ def test_traffic_before_a_measurement_is_not_counted_and_a_restart_is_noticed(co
 
 def test_the_engine_row_keeps_the_laws_of_its_schema():
     run = make_run([(10, [8, 4, 1]), (5, [5, 0, 0])])
-    row = engine_row(run, ["a", "b"], ["chat", "code"], "eagle3", K, {"replicates": 200, "seed": 0})
+    paths = [make_path([1], [2], name) for name in "ab"]
+    row = engine_row(run, paths, "eagle3", K, {"replicates": 200, "seed": 0})
     assert (row["source"], row["counting"], row["num_prompts"]) == ("vllm-0.32.0", "engine", 2)
     assert row["accepted_histogram"] == [2, 9, 3, 1]
     assert sum(row["accepted_histogram"]) == row["num_steps"] == 15

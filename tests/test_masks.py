@@ -165,6 +165,10 @@ def test_a_cut_reply_keeps_its_tokens_and_gets_no_stop_token():
     said = turn("assistant", turns[1]["content"], finish_reason="length")
     recorded = marked("chatml", turns[0], said)[2]
     assert (recorded.reply_ids, recorded.finish_reason) == (whole.reply_ids[:-1], "length")
+    tokenizer = style_tokenizer(chatml().replace("<|im_end|>", " <|im_end|>"), "<|im_end|>")  # a blank before each end
+    prompt = Prompt("chat", turns[:1])
+    padded = mark_reply(style_facts(tokenizer, ["<|im_end|>"]), tokenizer, prompt, said, LONG)
+    assert (tokenizer.decode(padded.reply_ids), padded.finish_reason) == (turns[1]["content"], "length")
 
 
 PLAIN, REASONED = turn("assistant", "Yes."), turn("assistant", "Yes.", reasoning_content="Hm.")

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from headstart.heads.errors import GateFailed, WrongInput
+from headstart.heads.paths import SPLITS, read_paths
 from headstart.heads.settings import TargetSettings
 from headstart.heads.target import TargetLoader
 from headstart.launch import cli
@@ -59,6 +60,8 @@ BROKEN = [
     ),
     (logged("a", tool_choice="required"), "tool_choice constrains the reply, which is not supported"),
     (logged("a", functions=[{"name": "f"}]), "functions, the older form of tools, are not supported"),
+    (logged("a", chat_template="{{ messages }}"), "chat_template: it was rendered by a template of its own"),
+    (logged("a", add_generation_prompt=False, continue_final_message=True), "it asks to continue a turn"),
     (logged("a", chat_template_kwargs=[1]), "chat_template_kwargs is not an object"),
     (
         logged("a", chat_template_kwargs={"tokenize": False}),
@@ -76,17 +79,24 @@ BROKEN = [
 ]
 
 
-def test_a_log_whose_rows_are_broken_in_every_way_gets_a_verdict_for_each(tmp_path: Path, capsys, monkeypatch) -> None:
+def write_broken_log(folder: Path) -> tuple[list[dict], int]:
+    """A log of twelve good rows between those of `BROKEN`: the good ones, and how many rows it has."""
     good = [logged(row["prompt"]) for row in questions(12)]
     lines = [json.dumps(row) for row in good]
     for i, (row, _) in enumerate(BROKEN):
         lines.insert(i * 2 % (len(lines) + 1), row if isinstance(row, str) else json.dumps(row))
     assert len(BROKEN) >= 20
-    (tmp_path / "log.jsonl").write_text("\n".join(lines) + "\n")
+    (folder / "log.jsonl").write_text("\n".join(lines) + "\n")
+    write_jsonl(folder / "held.jsonl", [{"prompt": "Name three rivers that flow north."}])
+    return good, len(lines)
+
+
+def test_a_log_whose_rows_are_broken_in_every_way_gets_a_verdict_for_each(tmp_path: Path, capsys, monkeypatch) -> None:
+    good, num_rows = write_broken_log(tmp_path)
     settings = PromptSettings(sources=["log.jsonl"], num_train=6, num_validation=2, num_heldout=4)
     stage = make_prompts(settings, tmp_path / "runs", tmp_path)
     verdicts = [json.loads(line) for line in (stage.folder / "verdicts.jsonl").read_text().splitlines()]
-    assert [verdict["row"] for verdict in verdicts] == [*range(1, len(lines) + 1)]
+    assert [verdict["row"] for verdict in verdicts] == [*range(1, num_rows + 1)]
     found = Counter(verdict["reason"] for verdict in verdicts if verdict["verdict"] == "dropped")
     assert found.total() == len(BROKEN)
     for _, reason in BROKEN:
@@ -102,15 +112,45 @@ def test_a_log_whose_rows_are_broken_in_every_way_gets_a_verdict_for_each(tmp_pa
     # The command does its work and says so by its exit code.
     monkeypatch.chdir(tmp_path)
     recipe = "target: {model: tiny}\ntraffic: {max_new_tokens: 16}\nhead: {draft_vocab_size: 128}\n"
-    write_jsonl(tmp_path / "held.jsonl", [{"prompt": "Name three rivers that flow north."}])
     recipe += "prompts: {sources: [log.jsonl], heldout: held.jsonl, num_train: 6, num_validation: 2, max_broken: %s}\n"
     (tmp_path / "mine.yaml").write_text(recipe % 0.5)
     assert cli.run(["check", "mine.yaml"]) == cli.GATE_FAILED
     told = capsys.readouterr()
     assert "is fine" in told.out
-    assert f"{len(BROKEN)} of {len(lines)} rows of {tmp_path / 'log.jsonl'} are broken" in told.err
+    assert f"{len(BROKEN)} of {num_rows} rows of {tmp_path / 'log.jsonl'} are broken" in told.err
     (tmp_path / "mine.yaml").write_text(recipe % 0.9)
     assert cli.run(["check", "mine.yaml"]) == cli.DONE
+
+
+def test_a_training_on_a_broken_log_ends_whole_and_says_so_by_its_exit_code(tmp_path, capsys, monkeypatch):
+    """Every stage runs on the good rows; to allow for the broken ones changes the exit code and nothing else."""
+    _, num_rows = write_broken_log(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.yaml").write_text(
+        "target: {model: tiny, dtype: float32, device: cpu}\nrun: {threads: 1}\nexport: {engines: []}\n"
+        "prompts: {sources: [log.jsonl], heldout: held.jsonl, num_train: 6, num_validation: 2}\n"
+        "traffic: {max_new_tokens: 8}\nhead: {draft_vocab_size: 128}\ntracking: {wandb: false}\n"
+        "train: {num_steps: 2, batch_tokens: 256, depth: 2, eval_every: 2, save_every: 2, dtype: float32}\n"
+        "eval: {draft_lengths: [2], draft_length: 2, speed_draft_lengths: [2], speed_new_tokens: 4, speed_repeats: 1, "
+        "replicates: 50, speed_dtype: float32, fail_slow_plain: false}\n"
+    )
+    assert cli.run(["train", "mine.yaml"]) == cli.GATE_FAILED
+    broken = f"{len(BROKEN)} of {num_rows} rows of {tmp_path / 'log.jsonl'} are broken, expected at most 5.0%"
+    assert broken in capsys.readouterr().err
+    run = tmp_path / "runs" / "mine"
+    assert (run / "report.md").is_file()
+    assert (run / "checkpoints" / "best").is_file()
+    verdicts = [json.loads(line) for line in (run / "prompts" / "verdicts.jsonl").read_text().splitlines()]
+    told = [verdict for verdict in verdicts if verdict["source"].endswith("log.jsonl")]
+    assert sorted(verdict["row"] for verdict in told) == [*range(1, num_rows + 1)]
+    assert Counter(verdict["verdict"] for verdict in told) == {
+        "train": 6, "validation": 2, "unused": 4, "dropped": len(BROKEN)
+    }  # fmt: skip
+    used = {verdict["id"]: verdict["verdict"] for verdict in verdicts if verdict["verdict"] in SPLITS}
+    assert {path.prompt_id: path.split for path in read_paths(run / "traffic")} == used
+    measured = (run / "eval" / "acceptance.json").read_bytes()
+    assert cli.run(["train", "mine.yaml", "prompts.max_broken=0.9"]) == cli.DONE
+    assert (run / "eval" / "acceptance.json").read_bytes() == measured
 
 
 def test_a_source_fails_by_its_own_share_of_broken_rows(tmp_path):
@@ -122,6 +162,17 @@ def test_a_source_fails_by_its_own_share_of_broken_rows(tmp_path):
         check_broken(records, 0.05)
     assert "1 of 2 rows of" in str(failed.value)
     assert "one.jsonl" not in str(failed.value)
+
+
+def test_of_equal_requests_the_verdict_names_the_row_whose_reply_is_kept(tmp_path):
+    rows = [logged(row["prompt"]) for row in questions(4)]
+    twice = [logged("Why is the sky blue?", answer=answer) for answer in ("Light.", "Air.", "Light.")]
+    write_jsonl(tmp_path / "log.jsonl", [*twice, *rows])
+    settings = PromptSettings(sources=["log.jsonl"], num_train=0, num_validation=1, num_heldout=4)
+    stage = make_prompts(settings, tmp_path / "runs", tmp_path)
+    told = [json.loads(line) for line in (stage.folder / "verdicts.jsonl").read_text().splitlines()][:3]
+    (kept,) = [p.reply["content"] for p in read_prompts(stage.folder) if p.prompt_id == told[0]["id"]]
+    assert [row["verdict"] == "repeated" for row in told] == [kept != "Light.", kept != "Air.", True]
 
 
 @pytest.mark.parametrize("ending", ["jsonl", "parquet"])
@@ -161,6 +212,33 @@ def test_a_recorded_request_is_the_conversation_it_was(tmp_path, ending):
     assert rows.notes["stop strings of a request left out: the target ends its own replies"] == 1
 
 
+def test_what_a_request_hands_to_the_template_is_handed_to_it(tmp_path):
+    """And what clients write for nothing is nothing: templates take an empty list of calls for calls."""
+    told = {"documents": [{"title": "Tides", "text": "Twice a day."}], "reasoning_effort": "low"}
+    turns = [user("Hi"), {**assistant("Hello."), "tool_calls": [], "refusal": None}, user("Why?")]
+    row = logged("", messages=turns, chat_template_kwargs={"enable_thinking": False}, tools=[], **told)
+    (prompt,) = read_source(write_jsonl(tmp_path / "log.jsonl", [row]), role_names([]), "train").prompts
+    assert prompt.template_kwargs == {"enable_thinking": False, **told}
+    assert prompt.messages == (user("Hi"), assistant("Hello."), user("Why?"))
+
+
+def test_a_call_keeps_its_own_arguments_in_every_kind_of_file(tmp_path):
+    """Arrow gives every object the fields of all others in its column."""
+    import datasets
+
+    def called(**arguments):
+        call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": arguments}}]}
+        return {"messages": [user("Do it."), call, {"role": "tool", "content": "Done."}]}
+
+    rows = [called(city="Oslo"), called(days=3, deep={"a": 1}), called(deep={"b": [2]})]
+    expected = read_source(write_jsonl(tmp_path / "rows.jsonl", rows), role_names([]), "train").prompts
+    data = datasets.Dataset.from_list(rows)
+    data.to_parquet(str(tmp_path / "rows.parquet"))
+    data.save_to_disk(str(tmp_path / "saved"))
+    for name in ("rows.parquet", "saved"):
+        assert read_source(tmp_path / name, role_names([]), "train").prompts == expected, name
+
+
 def test_no_route_gets_more_than_its_cap(tmp_path):
     rows = [{**row, "route": "much" if i % 6 else "rare"} for i, row in enumerate(questions(60))]
     write_jsonl(tmp_path / "rows.jsonl", rows)
@@ -198,6 +276,20 @@ def test_a_pattern_replaces_its_own_kind_and_nothing_else(name, text, clean):
             assert scrub(clean, [other]) == clean
     maths = "What is 17 * 23 + 1051, and 3.14159265 / 2 on 2024-05-17? Use version 1.2.3 of x = y[0:4]; a::b"
     assert scrub(maths, [name]) == maths
+
+
+def test_text_that_is_json_is_scrubbed_as_what_it_holds():
+    """Arguments of a call and columns of a log: they stay JSON, and no escape hides what it stands beside."""
+    held = '{"to": "\\nada@mail.example.org", "by": "ad\\u0061@mail.example.org", "card": 4111111111111111, "n": [7, true]}'
+    clean = {"to": "\n[email]", "by": "[email]", "card": "[card]", "n": [7, True]}
+    assert json.loads(scrub(held, ["email", "card"])) == clean
+    assert scrub('{"a":1,  "b": "c"}', ["email"]) == '{"a":1,  "b": "c"}'
+    assert scrub({"id": 4111111111111111, "yes": True, "half": 0.5}, ["card"]) == {
+        "id": "[card]",
+        "yes": True,
+        "half": 0.5,
+    }
+    assert scrub("[ada@mail.example.org]", ["email"]) == "[[email]]"
 
 
 def test_nothing_scrubbed_reaches_a_stage_folder(tmp_path):

@@ -4,6 +4,8 @@ import contextlib
 import os
 import subprocess
 import sys
+import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,10 +16,15 @@ import pytest
 from headstart.heads.errors import GateFailed, WrongInput
 from headstart.heads.features import FeatureReader
 from headstart.heads.paths import Prompt, read_paths
+from headstart.heads.sampling import Sampling
 from headstart.heads.target import TargetLoader
+from headstart.trainer.dialects import Asked
+from headstart.trainer.generation import Request
+from headstart.trainer.server_check import check_choices, check_difference
+from headstart.trainer.servers import Broken, Connection, Servers
 from headstart.trainer.settings import ServerSettings, TrafficSettings
 from headstart.trainer.traffic import make_traffic, traffic_inputs
-from tests.reply_server import MODEL, ReplyServer
+from tests.reply_server import MODEL, ReplyServer, vllm_answer
 from tests.test_prompts import user
 from tests.test_traffic import SETTINGS, TINY, hashes, prompts_stage, some_prompts
 
@@ -191,6 +198,95 @@ def test_a_server_of_another_model_engine_or_name_is_found_before_the_bulk(tmp_p
             run(tmp_path, served(server.url, model="mine"))
     with pytest.raises(WrongInput, match="expected an address such as http"):
         run(tmp_path, served("localhost:8000"))
+
+
+def test_a_server_that_is_another_one_later_is_found(tmp_path, tiny_target, tiny_tied_target):
+    """Another model, loaded while prompts are answered, that tells no log-probabilities to be found by."""
+    with serving(tiny_target) as server, serving(tiny_tied_target) as other:
+
+        def spoil(request, answer):
+            if server.answered >= 4:
+                answer = vllm_answer(other, request)
+                answer["choices"][0].pop("logprobs")
+            return answer
+
+        server.spoil = spoil
+        with pytest.raises(WrongInput, match="less likely than its own choices, in the mean"):
+            run(tmp_path, served(server.url))
+    assert not list(tmp_path.glob(".stages/traffic-*/part-*.parquet"))
+
+
+def test_one_reply_of_another_model_is_found_among_many():
+    asked = Asked(None, None, served("http://a").server, 0)
+    own = [[-1.0] * 20 for _ in range(40)]
+    check_difference([*own[:39], [-1.05] * 20], own, "a", asked)
+    check_difference([*own[:39], [-1.6] * 4], [*own[:39], [-1.0] * 4], "a", asked)  # few tokens may differ by chance
+    with pytest.raises(WrongInput, match=r"differ from the target's by 0\.600 nats in the mean of 20 tokens"):
+        check_difference([*own[:39], [-1.6] * 20], own, "a", asked)
+    ties = [[0.0] * 19 + [0.4] for _ in range(40)]
+    check_choices(ties, "a")
+    check_choices([], "a")
+    with pytest.raises(WrongInput, match="a whole reply that the target would not give"):
+        check_choices([*ties, [0.5] * 20], "a")
+
+
+def test_a_pause_in_the_asking_is_no_absence_of_the_servers(tiny_target):
+    """Nothing was asked for longer than `timeout`; the one who then says `not now` is asked again."""
+    requests = [Request(str(i), [5, 6, 7 + i]) for i in range(3)]
+    with serving(tiny_target) as server:
+        asked = Asked(tiny_target.facts, tiny_target.tokenizer, served(server.url, timeout=1, retries=20).server, 0)
+        with Servers(asked, Sampling(), 4) as servers:
+            first = servers.wait(servers.send(requests))
+            time.sleep(1.2)
+            busy = iter([503])
+            server.spoil = lambda request, answer: next(busy, answer)
+            assert servers.wait(servers.send(requests)) == first
+    assert {reply.finish_reason for reply in first} <= {"stop", "length"}
+
+
+def test_a_request_that_is_ended_is_not_sent_again(tiny_target):
+    got, go = [], threading.Event()
+    with serving(tiny_target) as server:
+        server.spoil = lambda request, answer: (got.append(1), go.wait(30), answer)[2]
+        connection = Connection(server.url, 60)
+        connection.call("/v1/models")  # so that the connection is one that rested
+        ending = threading.Thread(target=lambda: (wait_for(lambda: got), connection.end()))
+        ending.start()
+        asked = Asked(tiny_target.facts, tiny_target.tokenizer, served(server.url).server, 0)
+        payload = asked.dialect.payload(Request("a", [5, 6]), 2, Sampling(), asked)
+        with pytest.raises(Broken):
+            connection.call("/v1/completions", payload)
+        ending.join()
+        go.set()
+    assert got == [1]
+
+
+def wait_for(condition):
+    deadline = time.monotonic() + 30
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.01)
+
+
+def test_no_secret_is_told(tmp_path, tiny_target, monkeypatch):
+    """Neither a key, whatever is wrong with it and whatever a server says of it, nor what an address holds."""
+    monkeypatch.setenv("HEADSTART_API_KEY", "sk-very\nsecret")
+    with serving(tiny_target) as server:
+        with pytest.raises(WrongInput, match="HEADSTART_API_KEY: found characters") as wrong:
+            run(tmp_path, served(server.url))
+        assert "secret" not in str(wrong.value)
+        monkeypatch.setenv("HEADSTART_API_KEY", "sk-secret\n")
+        server.spoil = lambda request, answer: 401
+        with pytest.raises(WrongInput, match=r"no: Bearer \[HEADSTART_API_KEY\]") as refused:
+            run(tmp_path, served(server.url))
+        assert "secret" not in str(refused.value)
+    for url in ("http://me:secret@gpu-1:8000", "me:secret@gpu-1", "https://gpu-1/v1?key=secret", "http://gpu-1:secret"):
+        settings = served(url)
+        (found,) = settings.conflicts()
+        assert found[0] == "server.urls"
+        assert "secret" not in found[1]
+        with pytest.raises(WrongInput) as unusable:
+            run(tmp_path, settings)
+        assert "secret" not in str(unusable.value)
 
 
 def test_a_prompt_without_reply_is_recorded_as_such_and_read_by_nobody(tmp_path, tiny_target, local):

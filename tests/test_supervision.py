@@ -8,7 +8,7 @@ import pytest
 
 from headstart.heads import batch as batches
 from headstart.heads.errors import WrongInput
-from headstart.heads.paths import Path
+from headstart.heads.paths import UNKNOWN, Path
 from headstart.launch import cli
 from headstart.trainer.data import TrainingRows, padded
 from headstart.trainer.inspection import inspection_text
@@ -44,6 +44,7 @@ def test_the_pairs_of_a_reply_are_those_that_serving_asks_for():
 BROKEN = {
     "goes on behind it": path_of([1, 2, 3, STOP, 4, 5], "..xxxx", "length"),
     "was cut by a limit": path_of([1, 2, 3, STOP], "..xx", "length"),
+    "its last token 4 ends nothing": path_of([1, 2, 3, 4], "..xx"),
 }
 
 
@@ -51,6 +52,11 @@ BROKEN = {
 def test_nothing_is_trained_behind_an_end_of_turn(message):
     with pytest.raises(WrongInput, match=message):
         check_supervision([FIVE_AND_FOUR, BROKEN[message]], [STOP], 3)
+
+
+def test_a_reply_of_a_source_may_end_by_another_token():
+    brought = replace(BROKEN["its last token 4 ends nothing"], sampling=UNKNOWN)
+    assert check_supervision([brought], [STOP], 1) == [1]
 
 
 @pytest.mark.parametrize(

@@ -128,18 +128,30 @@ def test_live_replies_of_another_temperature_change_no_verdict(measure):
     assert set(evals["acceptance"]["live_agreement"]) >= {"greedy", "sampled"}
 
 
-def test_every_prompt_needs_a_reply_at_the_other_temperature(tiny_target, recorded, measure):
+def test_turns_that_a_conversation_did_not_reach_at_another_temperature_are_counted_and_left_out(
+    tiny_target, recorded, measure
+):
     run, _ = measure
-    with pytest.raises(WrongInput, match="no reply to 1 prompts"):
+    told: list[str] = []
+
+    def measured(others):
         evaluate(
             lambda _: tiny_target,
             run,
-            Heldout(recorded[0.0], others=[recorded[1.0][:-1]]),
+            Heldout(recorded[0.0], others=others),
             SETTINGS,
             run / "eval",
             parts=("offline",),
-            tell=lambda line: None,
+            tell=told.append,
         )
+        rows = [row for row in read_evals(run / "eval")["acceptance"]["other_rows"] if row["temperature"] == 1.0]
+        return {row["num_prompts"] for row in rows if row["route"] == row["context"] == "all"}
+
+    assert measured([recorded[1.0][2:]]) == {5}
+    assert any(line.startswith("2 of 7 turns are left out there") for line in told)
+    assert measured([recorded[1.0]]) == {7}
+    with pytest.raises(WrongInput, match="no held-out replies"):
+        measured([[dataclasses.replace(path, prompt_id="another") for path in recorded[1.0]]])
 
 
 def test_heldout_prompts_are_answered_as_traffic_would_answer_them(tmp_path):

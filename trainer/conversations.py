@@ -17,8 +17,10 @@ from typing import Any
 
 from headstart.heads.errors import WrongInput
 from headstart.heads.paths import SPLITS, Prompt
+from headstart.heads.rendering import prompt_name
 from headstart.heads.target import Target, TargetLoader
 from headstart.trainer.generation import Reply, Request
+from headstart.trainer.left_out import NUM_NAMED, LeftOut, named
 from headstart.trainer.masks import MarkedReply
 from headstart.trainer.settings import TrafficSettings
 
@@ -60,44 +62,64 @@ class Answered:
     prompt: Prompt
     request: Request
     reply: Reply
+    conversation: str
+    """Id of the prompt whose turn this is."""
 
 
 def plan_conversations(
     load_target: TargetLoader, prompts: Iterable[Prompt], settings: TrafficSettings
-) -> dict[str, Conversation]:
-    """The conversations of prompts that the target answers, by prompt id.
+) -> tuple[dict[str, Conversation], LeftOut]:
+    """The conversations of prompts that the target answers, by prompt id, and the requests that cannot be asked.
 
-    A request that several of them have is recorded once, in a held-out one rather than in one that is trained on.
+    These are too long, or refused by the chat template; a conversation ends before its first one. A request that several
+    conversations have is recorded once, in a held-out one rather than in one that is trained on.
 
     Raises:
-        WrongInput: requests longer than `traffic.max_prompt_tokens` or the target's context, the longest named; or
+        WrongInput: more of them than `traffic.max_left_out`, or no prompt left of a split; the first few are named. Or
             repeated prompts.
     """
     found: dict[str, Conversation] = {}
     seen: set[str] = set()
-    too_long: list[tuple[int, Prompt]] = []
+    left_out, number, longest = LeftOut(), 0, 0
     limit = prompt_limit(load_target, settings)
     ordered = sorted(prompts, key=lambda prompt: -SPLITS.index(prompt.split))
+    if repeated := len(ordered) - len({prompt.prompt_id for prompt in ordered}):
+        raise WrongInput(f"prompts: found {repeated} repeated prompts, expected each once.")
     for prompt in ordered:
-        asked = [prompt.request(turn) for turn in (prompt.turns[-1:] if settings.replies == "last" else prompt.turns)]
-        requests = [Request(part.prompt_id, load_target.render(part)) for part in asked]
-        turns = [len(part.messages) for part in asked]
-        kept = [request.prompt_id not in seen for request in requests]
-        most = [min(limit, len(r.token_ids) + k * settings.max_new_tokens) for k, r in enumerate(requests)]
-        too_long += [(len(request.token_ids), prompt) for request in requests if len(request.token_ids) > limit]
-        seen.update(request.prompt_id for request in requests)
-        found[prompt.prompt_id] = Conversation(prompt, requests, turns, kept, most)
-    if too_long:
-        num_tokens, longest = max(too_long, key=lambda pair: pair[0])
+        requests: list[Request] = []
+        turns = prompt.turns[-1:] if settings.replies == "last" else prompt.turns
+        for turn in turns:
+            part, reason, token_ids = prompt.request(turn), "", list[int]()
+            try:
+                token_ids = load_target.render(part)
+            except WrongInput as error:
+                reason = str(error).partition("\n")[0].removeprefix(f"{prompt_name(part)}: ")
+            longest = max(longest, len(token_ids))
+            if len(token_ids) > limit:
+                which = "traffic.max_prompt_tokens" if limit == settings.max_prompt_tokens else "the target's context"
+                reason = f"longer than {limit} tokens ({which})"
+            if reason:
+                left_out.add(part.prompt_id, str(part.messages[-1].get("content") or ""), reason)
+                break
+            requests.append(Request(part.prompt_id, token_ids))
+        number += len(turns)
+        if requests:
+            kept = [request.prompt_id not in seen for request in requests]
+            most = [min(limit, len(r.token_ids) + k * settings.max_new_tokens) for k, r in enumerate(requests)]
+            seen.update(request.prompt_id for request in requests)
+            found[prompt.prompt_id] = Conversation(prompt, requests, turns[: len(requests)], kept, most)
+    lost = {prompt.split for prompt in ordered} - {talk.prompt.split for talk in found.values()}
+    if lost or len(left_out.rows) > settings.max_left_out * number:
+        rows = left_out.rows
+        first = "; ".join(f"{row['reason']}: {named(row)}" for row in rows[:NUM_NAMED])
+        whole = f" (nothing is left of: {', '.join(sorted(lost))})" if lost else ""
         raise WrongInput(
-            f"traffic.max_prompt_tokens: found {limit}, but {len(too_long)} prompts are longer (routes: "
-            f"{', '.join(sorted({prompt.route for _, prompt in too_long}))}), the longest with {num_tokens} tokens (prompt "
-            f"{longest.prompt_id[:12]}, {str(longest.messages[-1].get('content', ''))[:60]!r}).\nRaise it (the target's "
-            f"context is {load_target.facts.max_position} tokens), shorten or remove them, or choose other prompts.routes."
+            f"traffic.max_left_out: found {len(rows):,} of {number:,} requests that cannot be asked{whole}, expected at most "
+            f"{settings.max_left_out:.1%}; the longest has {longest:,} tokens: {first}{'; ..' if rows[NUM_NAMED:] else ''}\n"
+            f"Raise traffic.max_prompt_tokens (the target's context is {load_target.facts.max_position} tokens), shorten "
+            "or remove them, choose other prompts.routes, or raise traffic.max_left_out to go on without them."
         )
-    if len(found) < len(ordered):
-        raise WrongInput(f"prompts: found {len(ordered) - len(found)} repeated prompts, expected each once.")
-    return found
+    return found, left_out
 
 
 def prompt_limit(load_target: TargetLoader | Target, settings: TrafficSettings) -> int:
@@ -134,7 +156,7 @@ def answer_turns(
             talk, history = conversations[i], histories[i]
             if talk.kept[place]:
                 prompt = replace(talk.prompt, messages=tuple(history), reply=None)
-                rows[i, place] = Answered(prompt, asked[i], reply)
+                rows[i, place] = Answered(prompt, asked[i], reply, talk.prompt.prompt_id)
             if reply.finish_reason == "error":
                 ended["it got no reply"] += place + 1 < len(talk.turns)
                 del histories[i]

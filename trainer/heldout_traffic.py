@@ -46,8 +46,9 @@ def make_heldout_traffic(
         return stage
     remove_leftovers(stage.folder)
     own = [prompt for prompt in read_prompts(prompts.folder) if prompt.split == SPLIT]
-    talks = plan_conversations(load_target, own, settings)
-    todo = [chunk for chunk in plan_chunks(own, settings, keep_states=False) if not has(stage, chunk.part)]
+    talks, _ = plan_conversations(load_target, own, settings)  # what is left out is so at every temperature
+    chunks = plan_chunks([prompt for prompt in own if prompt.prompt_id in talks], settings, keep_states=False)
+    todo = [chunk for chunk in chunks if not has(stage, chunk.part)]
     progress = Progress(f"traffic at temperature {settings.temperature:g}", num_requests(todo, talks))
     with closing(answer_chunks(load_target, stage, todo, talks, settings, seed, progress)) as answers:
         for chunk, backend, answer in answers:

@@ -15,6 +15,7 @@ from torch import Tensor
 from headstart.eval.acceptance import acceptance_row, count_replies, reply_acceptance
 from headstart.heads.contract import Head
 from headstart.heads.errors import TrainingFailed, WrongInput
+from headstart.heads.paths import conversations
 from headstart.heads.precision import Precision, choose_precision
 from headstart.heads.vocabulary import hash_ids
 from headstart.trainer.checkpoint import (
@@ -246,7 +247,13 @@ def measure(job: Job, validation: EvaluationRows) -> dict[str, Any]:
     parts = ranks.collect(own)
     turns = (part[turn] for turn in range(len(parts[0])) for part in parts if turn < len(part))  # as they are stored
     counts = count_replies([reply for batch in turns for reply in batch], job.draft_length)
-    row = acceptance_row(counts, source="offline", drafter=job.head.kind, draft_length=job.draft_length)
+    row = acceptance_row(
+        counts,
+        source="offline",
+        drafter=job.head.kind,
+        draft_length=job.draft_length,
+        conversations=conversations(validation.paths),
+    )
     values = {f"acceptance/position_{k}": found["value"] for k, found in enumerate(row["conditional"])}
     values |= {f"survival/position_{k}": found["value"] for k, found in enumerate(row["survival"])}
     for key, bound in (("accept_len", "value"), ("accept_len_low", "low"), ("accept_len_high", "high")):

@@ -89,6 +89,8 @@ def mark_reply(
         notes += tag_notes(tokenizer, prompt, reply, len(prompt_ids), len(reply_ids), ended)
     if ended and reply.get("finish_reason") == "length":  # the template closes a turn that the target never closed
         reply_ids, ended = reply_ids[:-1], False
+        if str(reply.get("content") or " ").rstrip() == reply.get("content"):  # nor did it say a blank before its end
+            reply_ids = without_blank_end(tokenizer, reply_ids)
     return MarkedReply(prompt_ids, reply_ids, "stop" if ended else "length", notes).cut(max_new_tokens)
 
 
@@ -184,15 +186,15 @@ def up_to_end(facts: TargetFacts, tokenizer: Any, rest_ids: Sequence[int], after
         if first in facts.special_ids and first in ids:
             end = len(ids) - 1 - ids[::-1].index(first)
     if end is None:
-        return without_blank_end(tokenizer, ids, after), False
+        return (without_blank_end(tokenizer, ids) if after and not after.strip() else ids), False
     if tokenizer.decode(ids[end + 1 :]).strip():
         raise BadReply(f"the reply holds {tokenizer.decode(ids[end : end + 1])}, which ends it, before its last word")
     return ids[: end + 1], True
 
 
-def without_blank_end(tokenizer: Any, ids: list[int], after: str) -> list[int]:
-    """Ids without the line break that a template without an end of turn sets behind a reply."""
-    while ids and after and not after.strip() and not tokenizer.decode(ids[-1:]).strip():
+def without_blank_end(tokenizer: Any, ids: list[int]) -> list[int]:
+    """Ids without the line break or blank that a template sets behind a reply."""
+    while ids and not tokenizer.decode(ids[-1:]).strip():
         ids = ids[:-1]
     return ids
 

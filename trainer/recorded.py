@@ -5,7 +5,6 @@ acceptance is refused on them. Validation and held-out prompts have no such rows
 figure speaks of its own replies.
 """
 
-import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -18,18 +17,16 @@ from torch import Tensor
 
 from headstart.heads.errors import WrongInput
 from headstart.heads.paths import Prompt
-from headstart.heads.store import atomic_path
 from headstart.heads.target import States, Target, TargetLoader
 from headstart.trainer.conversations import Answered, Conversation, plan_conversations, prompt_limit
 from headstart.trainer.generation import Reply, Request
+from headstart.trainer.left_out import LeftOut
 from headstart.trainer.masks import BadReply, MarkedReply, mark_reply
 from headstart.trainer.settings import TrafficSettings
 
 READ_PATHS = 64  # paths that are read together
 SCORED_TOKENS = 256  # reply tokens whose logits are in memory at once
 NUM_SHOWN = 2  # replies that are printed as marked, for the user's eyes
-NUM_NAMED = 5  # rows that are left out and named on the console
-LEFT_OUT = "left_out.jsonl"  # all of them, in the folder of the traffic
 
 
 @dataclass
@@ -38,29 +35,17 @@ class Recorded:
 
     conversations: list[Conversation] = field(default_factory=list)
     notes: Counter[str] = field(default_factory=Counter)
-    left_out: list[dict[str, str]] = field(default_factory=list)
+    left_out: LeftOut = field(default_factory=LeftOut)
     shown: list[str] = field(default_factory=list)
-
-    @property
-    def num_kept(self) -> int:
-        return sum(len(talk.requests) for talk in self.conversations)
 
     def describe(self) -> str:
         """Counts, the first rows that are left out, and the first replies as they are marked."""
-        total = self.num_kept + len(self.left_out)
-        reasons = Counter(row["reason"] for row in self.left_out)
-        lines = [f"replies of the sources: {self.num_kept:,} kept of {total:,}"]
-        lines += [f"left out {number:,}: {reason}" for reason, number in reasons.most_common()]
-        lines += [f"left out: prompt {row['prompt_id'][:12]} ({row['text']!r})" for row in self.left_out[:NUM_NAMED]]
-        lines += [f"each of them is named in the run's traffic/{LEFT_OUT}"] if self.left_out[NUM_NAMED:] else []
+        num_kept = sum(len(talk.requests) for talk in self.conversations)
+        lines = [f"replies of the sources: {num_kept:,} kept of {num_kept + len(self.left_out.rows):,}"]
+        lines += self.left_out.lines()
         lines += [f"note {number:,}: {note}" for note, number in self.notes.most_common()]
         lines += [f"reply as it is trained: {text}" for text in self.shown]
         return "\n".join(lines)
-
-    def write(self, folder: Path) -> None:
-        """Name every turn that is left out, with its reason."""
-        with atomic_path(folder / LEFT_OUT) as temporary, temporary.open("w", encoding="utf-8") as handle:
-            handle.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in self.left_out)
 
 
 def keep_replies(
@@ -80,13 +65,14 @@ def keep_replies(
         for turn in prompt.turns:
             request = prompt.request(turn)
             reply = prompt.reply if turn == len(prompt.messages) else prompt.messages[turn]
-            if reply is None or request.prompt_id in taken:
+            if reply is None:
                 continue
             try:
+                if request.prompt_id in taken:
+                    raise BadReply("another row, or a held-out one, has the same request")
                 marked = mark_in_limits(load_target, request, reply, settings)
             except BadReply as bad:
-                text = str(reply.get("content") or "")[:60]
-                found.left_out.append({"prompt_id": request.prompt_id, "text": text, "reason": str(bad)})
+                found.left_out.add(request.prompt_id, str(reply.get("content") or ""), str(bad))
                 continue
             taken.add(request.prompt_id)
             found.notes.update(marked.notes)
@@ -96,7 +82,7 @@ def keep_replies(
         if talk.requests:
             found.conversations.append(talk)
     if not found.conversations:
-        reason = found.left_out[0]["reason"] if found.left_out else "no row ends with one"
+        reason = found.left_out.rows[0]["reason"] if found.left_out.rows else "no row ends with one"
         raise WrongInput(
             f"traffic.replies: found no reply in the sources that can be kept for {load_target.facts.name}: {reason}.\n"
             "Let the target answer itself (traffic.replies=all), or bring rows that end with an assistant's turn."
@@ -128,50 +114,74 @@ def read_recorded(
 ) -> list[Answered]:
     """Rows of kept replies, with the target's states and log-probabilities along them."""
     rows = [
-        (talk.prompt.request(turn), request, marked)
+        (talk.prompt, talk.prompt.request(turn), request, marked)
         for talk in conversations
         for turn, request, marked in zip(talk.turns, talk.requests, talk.marked, strict=True)
     ]
     answered: list[Answered] = []
     for begin in range(0, len(rows), READ_PATHS):
         few = rows[begin : begin + READ_PATHS]
-        paths = [np.array(marked.prompt_ids + marked.reply_ids) for _, _, marked in few]
-        for (prompt, request, marked), states in zip(few, target.read(paths), strict=True):
-            logprobs = score(target, states.final[len(marked.prompt_ids) - 1 :], marked.reply_ids)
+        paths = [np.array(marked.prompt_ids + marked.reply_ids) for *_, marked in few]
+        for (whole, prompt, request, marked), states in zip(few, target.read(paths), strict=True):
+            logprobs, _ = score(target, states.final[len(marked.prompt_ids) - 1 :], marked.reply_ids)
             kept = None
             if states_dtype is not None:
                 kept = States(*(x.to("cpu", states_dtype) for x in (states.taps, states.final)))
             reply = Reply(marked.reply_ids, logprobs, marked.finish_reason, states=kept)
-            answered.append(Answered(prompt, request, reply))
-        progress(sum(len(marked.reply_ids) for _, _, marked in few), len(few))
+            answered.append(Answered(prompt, request, reply, whole.prompt_id))
+        progress(sum(len(marked.reply_ids) for *_, marked in few), len(few))
     return answered
 
 
-def score(target: Target, final_RH: Tensor, token_ids: list[int]) -> list[float]:
-    """Log-probability of every reply token under the raw target; state r is the one that token r is said from."""
+def score(target: Target, final_RH: Tensor, token_ids: list[int]) -> tuple[list[float], list[float]]:
+    """Of every reply token: its log-probability under the raw target, and by how much the likeliest token's is larger.
+
+    State r is the one that token r is said from.
+    """
     token_R1 = torch.tensor(token_ids, device=final_RH.device)[:, None]
-    parts = []
+    logprobs: list[float] = []
+    gaps: list[float] = []
     for final_CH, token_C1 in zip(final_RH.split(SCORED_TOKENS), token_R1.split(SCORED_TOKENS), strict=True):
         logits_CV = target.logits(final_CH)
-        parts.append(logits_CV.gather(1, token_C1).squeeze(1) - logits_CV.logsumexp(-1))
-    found: list[float] = torch.cat(parts).tolist()
-    return found
+        said_C = logits_CV.gather(1, token_C1).squeeze(1)
+        logprobs += (said_C - logits_CV.logsumexp(-1)).tolist()
+        gaps += (logits_CV.amax(-1) - said_C).tolist()
+    return logprobs, gaps
 
 
-def conversations_of(
-    load_target: TargetLoader, prompts: Sequence[Prompt], settings: TrafficSettings
-) -> tuple[dict[str, Conversation], Recorded | None]:
-    """All conversations of a traffic stage by prompt id, and what became of the sources' replies where these are kept.
+@dataclass(frozen=True)
+class Planned:
+    """What a traffic stage is going to hold."""
+
+    conversations: dict[str, Conversation]
+    """By prompt id."""
+    left_out: LeftOut
+    recorded: Recorded | None = None
+    """What became of the sources' replies, where these are kept."""
+
+    def describe(self) -> list[str]:
+        """Lines for the console; none where every request is asked."""
+        lines = self.left_out.lines()
+        return lines if self.recorded is None else [*lines, *self.recorded.describe().splitlines()]
+
+    def write(self, folder: Path) -> None:
+        """Name what is left out in a file."""
+        kept = [] if self.recorded is None else self.recorded.left_out.rows
+        LeftOut([*self.left_out.rows, *kept]).write(folder)
+
+
+def plan_traffic(load_target: TargetLoader, prompts: Sequence[Prompt], settings: TrafficSettings) -> Planned:
+    """All conversations of a traffic stage, and what is left out.
 
     Raises:
         WrongInput: as `plan_conversations` and `keep_replies`.
     """
     if settings.replies != "recorded":
-        return plan_conversations(load_target, prompts, settings), None
-    asked = plan_conversations(load_target, [p for p in prompts if p.split != "train"], settings)
+        return Planned(*plan_conversations(load_target, prompts, settings))
+    asked, left_out = plan_conversations(load_target, [p for p in prompts if p.split != "train"], settings)
     train = [prompt for prompt in prompts if prompt.split == "train"]
     if not train:
-        return asked, None
+        return Planned(asked, left_out)
     taken = {request.prompt_id for talk in asked.values() for request in talk.requests}
     found = keep_replies(load_target, train, settings, taken)
-    return asked | {talk.prompt.prompt_id: talk for talk in found.conversations}, found
+    return Planned(asked | {talk.prompt.prompt_id: talk for talk in found.conversations}, left_out, found)

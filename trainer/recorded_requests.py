@@ -9,10 +9,11 @@ Taken as well: the lines of a batch file (`{"custom_id", "method", "url", "body"
 from collections.abc import Mapping
 from typing import Any
 
-from headstart.trainer.rows import BadRow, parsed
+from headstart.trainer.rows import BadRow, parsed, parsed_or_text
 
 FINISHED = ("stop", "length", "tool_calls", None)
-CARRIED = ("model", "messages", "chat_template_kwargs", "tools")  # what a request says in the row it becomes
+RENDERED = ("documents", "reasoning_effort", "tools")  # fields of a request that servers hand to the chat template
+CARRIED = ("model", "messages", "chat_template_kwargs", *RENDERED)  # what a request says in the row it becomes
 
 
 def is_recorded(row: Mapping[str, Any]) -> bool:
@@ -37,13 +38,17 @@ def conversation(row: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
         raise BadRow("functions, the older form of tools, are not supported")
     if request.get("tool_choice") not in (None, "auto", "none"):
         raise BadRow("tool_choice constrains the reply, which is not supported")
+    if request.get("chat_template"):
+        raise BadRow("chat_template: it was rendered by a template of its own, which is not supported")
+    if request.get("continue_final_message") or request.get("add_generation_prompt") is False:
+        raise BadRow("it asks to continue a turn, which is not supported")
     messages = parsed(request["messages"])
     reply, finish_reason = read_response(row)
     if reply is not None and isinstance(messages, list):
         messages = [*messages, reply]
     kwargs = opened(request, "chat_template_kwargs") if request.get("chat_template_kwargs") is not None else {}
-    if tools := parsed(request.get("tools")):
-        kwargs = {**kwargs, "tools": tools}
+    told = {name: (parsed_or_text if name == "reasoning_effort" else parsed)(request.get(name)) for name in RENDERED}
+    kwargs = {**kwargs, **{name: value for name, value in told.items() if value}}
     metadata = request.get("metadata")
     route = row.get("route") or (metadata.get("route") if isinstance(metadata, dict) else None)
     constraints = {key: value for key, value in request.items() if key not in CARRIED}

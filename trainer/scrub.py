@@ -1,6 +1,7 @@
 """Personal data by named patterns: replaced in every text of a row before anything is stored."""
 
 import ipaddress
+import json
 import re
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -11,7 +12,8 @@ _DIGIT_GROUPS = r"\d(?:[ -]?\d){12,18}"
 PATTERNS: dict[str, re.Pattern[str]] = {
     "email": re.compile(r"[\w.%+-]+@[\w-]+(?:\.[\w-]+)+"),
     "secret": re.compile(
-        r"\b(?:sk|pk|rk)[-_][\w-]{16,}|\bgh[pousr]_\w{20,}|\bAKIA[0-9A-Z]{16}\b|\bhf_\w{20,}|\bxox[abprs]-[\w-]{10,}"
+        r"\b(?:sk|pk|rk)[-_][\w-]{16,}|\bgh[pousr]_\w{20,}|\bgithub_pat_\w{20,}|\bglpat-[\w-]{20,}|\bhf_\w{20,}"
+        r"|\bAKIA[0-9A-Z]{16}\b|\bAIza[\w-]{35}|\bxox[abprs]-[\w-]{10,}"
         r"|\beyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]*"
         r"|-----BEGIN [A-Z ]*PRIVATE KEY-----[\s\S]*?(?:-----END [A-Z ]*PRIVATE KEY-----|\Z)"
     ),
@@ -56,13 +58,34 @@ def replaced(name: str, match: re.Match[str]) -> str:
     return f"[{name}]" if name not in CHECKS or CHECKS[name](text) else text
 
 
+def held_json(text: str) -> Any:
+    """The object or list that a text is in JSON; None where it is no such text."""
+    if text.lstrip()[:1] not in ("{", "["):
+        return None
+    try:
+        held = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return held if isinstance(held, dict | list) else None
+
+
 def scrub(value: Any, names: Sequence[str]) -> Any:
-    """The same value with every match of the named patterns, in any text of it, replaced by [email], [phone], .."""
+    """The same value with every match of the named patterns, in any text or number of it, replaced by [email], [phone], ..
+
+    Text that is JSON (arguments of a call, a column of a log) is scrubbed as what it holds: as text, an escaped character
+    beside a match would belong to it, or hide it.
+    """
     if isinstance(value, str):
+        if (held := held_json(value)) is not None:
+            clean = scrub(held, names)
+            return value if clean == held else json.dumps(clean, ensure_ascii=False)
         for name in ORDER:
             if name in names:
                 value = PATTERNS[name].sub(partial(replaced, name), value)
         return value
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        clean = scrub(str(value), names)
+        return value if clean == str(value) else clean
     if isinstance(value, dict):
         return {scrub(key, names): scrub(item, names) for key, item in value.items()}
     if isinstance(value, list | tuple):

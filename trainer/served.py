@@ -16,7 +16,7 @@ from headstart.trainer.dialects import Asked
 from headstart.trainer.generation import Reply, Request
 from headstart.trainer.progress import Progress
 from headstart.trainer.recorded import score
-from headstart.trainer.server_check import check_difference, check_servers
+from headstart.trainer.server_check import check_choices, check_difference, check_servers
 from headstart.trainer.servers import Servers
 from headstart.trainer.settings import TrafficSettings
 
@@ -81,12 +81,16 @@ class Served:
     def _read(self, answered: Sequence[tuple[Request, Reply]], states_dtype: torch.dtype | None) -> None:
         """Give replies their states, check their log-probabilities by these, and fill in those that were not told."""
         paths = [np.array(request.token_ids + reply.token_ids) for request, reply in answered]
-        own = []
+        own, gaps = [], []
         for states, (request, reply) in zip(self.target.read(paths), answered, strict=True):
-            own.append(score(self.target, states.final[len(request.token_ids) - 1 :], reply.token_ids))
+            logprobs, below = score(self.target, states.final[len(request.token_ids) - 1 :], reply.token_ids)
+            own.append(logprobs)
+            gaps.append(below)
             if states_dtype is not None:
                 reply.states = States(*(x.to("cpu", states_dtype) for x in (states.taps, states.final)))
         check_difference([reply.logprobs for _, reply in answered], own, "a server", self.asked)
+        if self.servers.sampling.temperature == 0:
+            check_choices(gaps, "a server")
         for (_, reply), found in zip(answered, own, strict=True):
             reply.logprobs = [mine if told is None else told for told, mine in zip(reply.logprobs, found, strict=True)]
 

@@ -21,6 +21,10 @@ NUM_TOKENS = 32
 # In nats. Two engines in bfloat16 differ by some hundredths in the mean; another model of the family by far more.
 MAX_MEAN_DIFFERENCE = 0.1
 MAX_GAP = 0.5  # between the target's likeliest token and the one said greedily: logits in bfloat16 are rounded to 1/8
+# One reply among many may be another model's, of one server or since one was restarted.
+MAX_REPLY_DIFFERENCE, MIN_TOKENS = 0.5, 8  # mean of a reply's tokens, from so many on
+# Sum of a greedy reply's gaps: near ties are few, and another model gives as much away in a dozen tokens.
+MAX_REPLY_GAP = 4.0
 
 
 def mean_difference(told: Sequence[Sequence[float | None]], own: Sequence[Sequence[float]]) -> tuple[float, int]:
@@ -38,14 +42,19 @@ def check_difference(
         WrongInput: with what to look at.
     """
     difference, number = mean_difference(told, own)
-    if difference <= MAX_MEAN_DIFFERENCE:
+    most = MAX_MEAN_DIFFERENCE
+    if difference <= most:
+        each = [mean_difference([reply], [ours]) for reply, ours in zip(told, own, strict=True)]
+        difference, number = max((one for one in each if one[1] >= MIN_TOKENS), default=(0.0, 0))
+        most = MAX_REPLY_DIFFERENCE
+    if difference <= most:
         return
     hint = "It holds another model, version or quantisation than target.model: serve that one."
     if asked.settings.engine == "sglang":
         hint += " (At a temperature SGLang tells raw log-probabilities only with SGLANG_RETURN_ORIGINAL_LOGPROB=1.)"
     raise WrongInput(
         f"traffic.server: {where} tells log-probabilities that differ from the target's by {difference:.3f} nats in "
-        f"the mean of {number:,} tokens, expected at most {MAX_MEAN_DIFFERENCE:g}.\n{hint}"
+        f"the mean of {number:,} tokens, expected at most {most:g}.\n{hint}"
     )
 
 
@@ -72,11 +81,10 @@ def check_servers(servers: Servers, target: Target, requests: Sequence[Request])
             connection.close()
         final = [x.final for x in target.read([np.array(q.token_ids + r.token_ids) for q, r in answered])]
         said_from = [x[len(q.token_ids) - 1 :] for x, (q, _) in zip(final, answered, strict=True)]
-        own = [score(target, x, r.token_ids) for x, (_, r) in zip(said_from, answered, strict=True)]
-        check_difference([reply.logprobs for _, reply in answered], own, url, servers.asked)
+        scored = [score(target, x, r.token_ids) for x, (_, r) in zip(said_from, answered, strict=True)]
+        check_difference([reply.logprobs for _, reply in answered], [own for own, _ in scored], url, servers.asked)
         if servers.sampling.temperature == 0:
-            best = [target.logits(x).log_softmax(-1).amax(-1).tolist() for x in said_from]
-            check_greedy(max(a - b for pair in zip(best, own, strict=True) for a, b in zip(*pair, strict=True)), url)
+            check_choices([gaps for _, gaps in scored], url, MAX_GAP)
 
 
 def answers(connection: Connection, servers: Servers, requests: Sequence[Request]) -> list[tuple[Request, Reply]]:
@@ -123,11 +131,26 @@ def ask(connection: Connection, servers: Servers, request: Request) -> Reply:
     return asked.reply(connection.call(asked.dialect.path, payload), request, limit)
 
 
-def check_greedy(gap: float, url: str) -> None:
-    """`gap`: by how much, at most, the target's likeliest token is likelier than the one said, in nats."""
-    if gap > MAX_GAP:
-        raise WrongInput(
-            f"traffic.server: {url} says a token that the target finds {gap:.2f} nats less likely than its own choice, "
-            f"expected its choice or a near tie (at most {MAX_GAP:g}).\n"
-            "It holds another model or changes its logits (penalties, a bias, a grammar): serve target.model plainly."
-        )
+def check_choices(gaps: Sequence[Sequence[float]], where: str, most: float = float("inf")) -> None:
+    """Refuse greedy replies that are not the target's choice, but for near ties.
+
+    Args:
+        gaps: of every token of every reply, the nats by which the target finds its likeliest token likelier.
+        most: of a single token; rounding may make one of very many tokens large, so only a few are held against it.
+
+    Raises:
+        WrongInput: with what to look at.
+    """
+    every = [gap for reply in gaps for gap in reply] or [0.0]
+    if max(every) > most:
+        what = f"a token that the target finds {max(every):.2f} nats less likely than its own choice"
+    elif (mean := float(np.mean(every))) > MAX_MEAN_DIFFERENCE:
+        what = f"tokens that the target finds {mean:.2f} nats less likely than its own choices, in the mean"
+    elif max(map(sum, gaps), default=0.0) > MAX_REPLY_GAP:
+        what = "a whole reply that the target would not give"
+    else:
+        return
+    raise WrongInput(
+        f"traffic.server: {where} says {what}, expected its choices or near ties.\n"
+        "It holds another model or changes its logits (penalties, a bias, a grammar): serve target.model plainly."
+    )

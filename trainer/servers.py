@@ -23,6 +23,7 @@ from headstart.heads.sampling import Sampling
 from headstart.trainer.dialects import Asked, BadAnswer
 from headstart.trainer.generation import Reply, Request
 from headstart.trainer.progress import Stopped
+from headstart.trainer.settings import address_problem
 
 API_KEY = "HEADSTART_API_KEY"
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.2, 10.0
@@ -48,15 +49,30 @@ class Refused(Exception):
         self.status = status
 
 
+def api_key() -> str:
+    """What goes with every request as its key; "" where none is set.
+
+    Raises:
+        WrongInput: no HTTP header can hold it. The message does not quote it.
+    """
+    key = os.environ.get(API_KEY, "").strip()
+    if not (key.isascii() and key.isprintable()):
+        raise WrongInput(
+            f"{API_KEY}: found characters that no HTTP header holds, expected ASCII on one line.\nSet it again."
+        )
+    return key
+
+
 class Connection:
     """One connection to a server, opened when needed and used again."""
 
     def __init__(self, url: str, timeout: float) -> None:
-        """Raises WrongInput: no http(s) address."""
+        """Raises WrongInput: no http(s) address, or a key that cannot be sent."""
+        if problem := address_problem(url):
+            raise WrongInput(f"traffic.server.urls: {problem}")
         parts = urlsplit(url.rstrip("/").removesuffix("/v1"))
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise WrongInput(f"traffic.server.urls: found {url!r}, expected an address such as http://localhost:8000")
-        self.url, self.timeout, self._prefix = url, timeout, parts.path
+        self.url, self.timeout, self._prefix, self._key = url, timeout, parts.path, api_key()
+        self._over = False
         kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
         self._connection = kind(parts.hostname, parts.port, timeout=timeout)
 
@@ -73,21 +89,26 @@ class Connection:
         except (TimeoutError, http.client.HTTPException, OSError) as error:
             self.close()
             # A server may close a connection that rests; what was sent then reached nobody.
-            if reused and isinstance(error, ConnectionError | http.client.RemoteDisconnected):
+            if reused and not self._over and isinstance(error, ConnectionError | http.client.RemoteDisconnected):
                 return self.call(path, payload)
             raise Broken(f"{type(error).__name__}: {error}") from None
         if status != 200:
-            refused = Refused(status, body.decode("utf-8", "replace").strip()[:QUOTED])
+            refused = Refused(status, self._quoted(body))
             raise Away(str(refused)) if status in LOADING else refused
         try:
             return json.loads(body)
         except ValueError:
-            raise BadAnswer(f"found no JSON: {body[:QUOTED]!r}") from None
+            raise BadAnswer(f"found no JSON: {self._quoted(body)!r}") from None
+
+    def _quoted(self, body: bytes) -> str:
+        """The beginning of a server's message; servers may repeat the key in it."""
+        text = body.decode("utf-8", "replace").strip()
+        return (text.replace(self._key, f"[{API_KEY}]") if self._key else text)[:QUOTED]
 
     def _exchange(self, path: str, payload: dict[str, Any] | None) -> tuple[int, bytes]:
         headers = {"Content-Type": "application/json"}
-        if key := os.environ.get(API_KEY):
-            headers["Authorization"] = f"Bearer {key}"
+        if self._key:
+            headers["Authorization"] = f"Bearer {self._key}"
         data = None if payload is None else json.dumps(payload).encode()
         if self._connection.sock is None:
             self._connection.timeout = min(CONNECT_S, self.timeout)
@@ -102,8 +123,13 @@ class Connection:
         answer = self._connection.getresponse()
         return answer.status, answer.read()
 
+    def end(self) -> None:
+        """Close it for good, also while another thread waits for an answer, which gets none."""
+        self._over = True
+        self.close()
+
     def close(self) -> None:
-        """End the connection, also one that another thread waits on."""
+        """Close it; the next call opens it again."""
         if (sock := self._connection.sock) is not None:
             with contextlib.suppress(OSError):
                 sock.shutdown(socket.SHUT_RDWR)
@@ -157,7 +183,7 @@ class Servers:
         self._ended = threading.Event()
         self._news = threading.Condition()  # a reply came, or the run has to end
         self._failure: Exception | None = None
-        self._heard = time.monotonic()  # when a server last answered
+        self._away_since: float | None = None  # since when servers have been away with none answering
         settings = asked.settings
         self._connections = [
             Connection(url, settings.timeout) for url in settings.urls for _ in range(settings.concurrency)
@@ -172,7 +198,7 @@ class Servers:
     def __exit__(self, *_: object) -> None:
         self._fail(Stopped())
         for connection in self._connections:
-            connection.close()
+            connection.end()
 
     def send(self, requests: Sequence[Request], chunk: int = 0) -> Batch:
         """Queue requests; lanes answer those of earlier chunks first."""
@@ -222,7 +248,7 @@ class Servers:
         asked = self.asked
         payload = asked.dialect.payload(job.request, job.limit, self.sampling, asked)
         content = connection.call(asked.dialect.path, payload)
-        self._heard = time.monotonic()
+        self._away_since = None
         return asked.reply(content, job.request, job.limit)
 
     def _again(self, connection: Connection, job: Job, error: Exception) -> None:
@@ -232,7 +258,7 @@ class Servers:
         job.attempts += 1
         hopeless = isinstance(error, Refused) and error.status not in TROUBLE
         if not isinstance(error, Broken):
-            self._heard = time.monotonic()
+            self._away_since = None
         if isinstance(error, Refused) and error.status in (401, 403, 404):
             self._fail(WrongInput(f"traffic.server: {connection.url} answers {error}.\n{ADVICE[error.status]}"))
         elif hopeless or job.attempts > self.asked.settings.retries:
@@ -247,8 +273,10 @@ class Servers:
         self._tell()
 
     def _check_patience(self, connection: Connection, error: Exception) -> None:
-        away, timeout = time.monotonic() - self._heard, self.asked.settings.timeout
-        if away > timeout:
+        """End the run where no server has answered since one was first found away; a pause in the asking is no silence."""
+        now = time.monotonic()
+        self._away_since = since = self._away_since or now
+        if (away := now - since) > self.asked.settings.timeout:
             self._fail(
                 WrongInput(
                     f"traffic.server.urls: no server has answered for {away:.0f} s, the last one tried is {connection.url} "

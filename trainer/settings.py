@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
+from urllib.parse import urlsplit
 
 from headstart.heads.rules import Bounds, Conflicts, Count, NonNegative, PathText, Positive, PositiveShare, Share
 
@@ -46,6 +47,21 @@ class PromptSettings:
 MIN_TEMPERATURE = 1e-3  # logits over less leave the range of float32, or its precision
 
 
+def address_problem(url: str) -> str:
+    """What is wrong with the address of a server, "" if nothing; an address that may hold a secret is not quoted."""
+    try:
+        parts = urlsplit(url)
+        named = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+    except ValueError:  # a port that is no number, a bracket left open
+        return "found no address of a server, expected one such as http://localhost:8000"
+    if "@" in url or parts.query or parts.fragment:
+        return (
+            "found an address with a user, a password or a query in it, which recipes and logs would keep; expected the "
+            "address alone. A key goes into HEADSTART_API_KEY"
+        )
+    return "" if named else f"found {url!r}, expected an address such as http://localhost:8000"
+
+
 @dataclass(frozen=True)
 class ServerSettings:
     """OpenAI-compatible servers that run the target; HEADSTART_API_KEY, where set, goes with every request."""
@@ -85,7 +101,9 @@ class TrafficSettings:
     top_p: PositiveShare = 1.0
     """Keep the smallest set of this much mass; 1 keeps all."""
     max_prompt_tokens: Positive = 512
-    """Longer prompts are refused before anything runs."""
+    """Longer requests are left out, and named in traffic/left_out.jsonl."""
+    max_left_out: Share = 0.05
+    """Share of the requests that may be left out, as too long or not for this chat template; with more, nothing runs."""
     slots: Positive = 64
     """Replies generated at once; a slot is refilled when its reply ends."""
     chunk: Positive = 512
@@ -94,6 +112,8 @@ class TrafficSettings:
     """Precision of validation and held-out replies: float32, so that live replies can be held against them."""
 
     def conflicts(self) -> Conflicts:
+        for problem in filter(None, map(address_problem, self.server.urls)):
+            yield "server.urls", problem
         if self.backend == "openai":
             if not self.server.urls:
                 yield (

@@ -131,7 +131,7 @@ def read_source(path: Path, roles: Mapping[str, str], split: str, scrubbed: Sequ
             continue
         rows.prompts.append(prompt)
         rows.notes.update(changed)
-        rows.records.append(Record(str(path), number, prompt.prompt_id, prompt.route, ""))
+        rows.records.append(Record(str(path), number, prompt.prompt_id, prompt.route, "", hash_json(prompt.reply)))
     return rows
 
 
@@ -183,11 +183,21 @@ def parquet_rows(path: Path) -> Iterator[Any]:
         file = parquet.ParquetFile(path)
         wanted = [name for name in file.schema_arrow.names if name in ROW_KEYS]
         for batch in file.iter_batches(batch_size=1024, columns=wanted):
-            yield from batch.to_pylist()
+            yield from map(without_nulls, batch.to_pylist())
     except (pyarrow.ArrowException, OSError) as error:
         raise WrongInput(
             f"{path}: found no whole Parquet file ({error}).\nWrite it again, or convert it to .jsonl."
         ) from None
+
+
+def without_nulls(value: Any) -> Any:
+    """Without fields that are null, at any depth: Arrow gives an object the fields of all others in its column.
+
+    The arguments of a call would else be rendered with those of other calls.
+    """
+    if isinstance(value, dict):
+        return {key: without_nulls(item) for key, item in value.items() if item is not None}
+    return [without_nulls(item) for item in value] if isinstance(value, list) else value
 
 
 def folder_rows(path: Path) -> Iterator[Any]:
@@ -208,7 +218,8 @@ def folder_rows(path: Path) -> Iterator[Any]:
                     f"Name the split's own folder: {path / next(iter(stored), 'SPLIT')}"
                 )
             stored = stored["train"]
-        yield from stored.select_columns([name for name in stored.column_names if name in ROW_KEYS])
+        wanted = stored.select_columns([name for name in stored.column_names if name in ROW_KEYS])
+        yield from map(without_nulls, wanted)
         return
     files = [file for file in sorted(path.rglob("*")) if file.suffix in ENDINGS and not hidden(file, path)]
     if not files:
@@ -321,8 +332,8 @@ def read_turn(turn: Any, roles: Mapping[str, str]) -> dict[str, Any]:
     """One turn with a known role and text; further fields (tool calls, reasoning) stay for the chat template."""
     if not isinstance(turn, dict):
         raise BadRow("a turn is not an object")
-    # Arrow fills the fields other turns have with null.
-    fields = {key: value for key, value in turn.items() if value is not None}
+    # Clients write what a turn does not have as null, and no calls as an empty list, which templates take for calls.
+    fields = {key: value for key, value in turn.items() if value is not None and (key, value) != ("tool_calls", [])}
     given = fields.pop("role", None) or fields.pop("from", None)
     if given is None:
         raise BadRow("a turn without role")

@@ -13,7 +13,7 @@ import torch
 
 from headstart.heads.batch import pack, supervised_pairs
 from headstart.heads.errors import WrongInput
-from headstart.heads.paths import Path, read_paths
+from headstart.heads.paths import UNKNOWN, Path, read_paths
 
 NUM_CHECKED = 16
 
@@ -99,6 +99,9 @@ def check_end(path: Path, stop_ids: Collection[int]) -> None:
     for i, (token, said) in enumerate(zip(tokens, generated, strict=True)):
         if said and token in stop_ids and i + 1 < len(tokens) and generated[i + 1]:
             refuse(path, f"position {i} holds the stop token {token}, and its reply goes on behind it")
+    own = path.sampling != UNKNOWN  # templates may end the replies of sources by other tokens
+    if own and path.finish_reason == "stop" and not (generated[-1] and tokens[-1] in stop_ids):
+        refuse(path, f"it says that it was ended, and its last token {tokens[-1]} ends nothing")
     if path.finish_reason == "length" and tokens and generated[-1] and tokens[-1] in stop_ids:
         refuse(path, f"it was cut by a limit, and ends in the stop token {tokens[-1]} all the same")
 

@@ -38,7 +38,7 @@ from headstart.trainer.features import (
 from headstart.trainer.generation import Generator as ReplyGenerator
 from headstart.trainer.progress import Progress
 from headstart.trainer.prompts import read_prompts
-from headstart.trainer.recorded import conversations_of, read_recorded
+from headstart.trainer.recorded import plan_traffic, read_recorded
 from headstart.trainer.served import AHEAD, Failed, Served, backend_name
 from headstart.trainer.settings import TrafficSettings
 from headstart.trainer.workers import in_order, num_workers
@@ -90,7 +90,7 @@ def make_traffic(
         The traffic stage and the features stage, both complete.
 
     Raises:
-        WrongInput: prompts that are too long (before anything runs), or features that do not fit on the disk.
+        WrongInput: too many requests that cannot be asked (before anything runs), or features that do not fit on the disk.
     """
     traffic = open_stage(root, "traffic", traffic_inputs(load_target, prompts, settings, seed), seed)
     traffic.forget_damaged()
@@ -103,10 +103,10 @@ def make_traffic(
     remove_leftovers(traffic.folder)
     remove_leftovers(features.folder)
     asked = read_prompts(prompts.folder)
-    talks, recorded = conversations_of(load_target, asked, settings)
-    if recorded is not None:
-        print(recorded.describe(), flush=True)
-        recorded.write(traffic.folder)
+    planned = plan_traffic(load_target, asked, settings)
+    talks = planned.conversations
+    print("".join(f"{line}\n" for line in planned.describe()), end="", flush=True)
+    planned.write(traffic.folder)
     chunks = plan_chunks([prompt for prompt in asked if prompt.prompt_id in talks], settings)
     todo = [chunk for chunk in chunks if not has(traffic, chunk.part) or needs_features(features, chunk)]
     missing = [chunk for chunk in todo if needs_features(features, chunk)]
@@ -244,6 +244,7 @@ def traffic_inputs(
     own: dict[str, Any] = {"dtype": load_target.dtype} if "train" in splits else {"splits": list(splits)}
     values = {**asdict(settings), **own, "seed": seed if settings.temperature > 0 else None}
     backend, server = values.pop("backend"), values.pop("server")
+    del values["max_left_out"]  # a verdict on the requests, not a choice of them
     if "train" in splits and backend != "local":
         values |= {"backend": backend, "server": {name: server[name] for name in ("engine", "model")}}
     return stage_inputs(STAGE_VERSION, values, {"prompts": prompts.key}, load_target.facts.fingerprint)
@@ -312,6 +313,7 @@ def write_part(
                 "sampling": sampling,
                 "backend": backend,
                 "chunk": chunk.number,
+                "conversation": row.conversation,
             }
         )
     text = arrow.string()

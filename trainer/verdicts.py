@@ -13,6 +13,7 @@ from typing import Any
 
 from headstart.heads.errors import GateFailed
 from headstart.heads.paths import Prompt
+from headstart.heads.store import hash_json
 
 NUM_NAMED = 5  # reasons in a message
 
@@ -26,6 +27,7 @@ class Record:
     prompt_id: str  # empty where it is no prompt
     route: str
     reason: str  # why it is none
+    reply: str = ""  # hash of the reply it ends with: of equal requests with several, one row's is kept
 
 
 def verdicts(
@@ -38,10 +40,10 @@ def verdicts(
         near: why prompts are left out for another that is nearly the same, by id.
         unwanted: routes of the sources that were not asked for.
     """
-    used = {(prompt.prompt_id, prompt.route): prompt.split for prompt in prompts}
-    splits, left_out = {prompt_id: split for (prompt_id, _), split in used.items()}, set(unwanted)
+    used = {(prompt.prompt_id, prompt.route, hash_json(prompt.reply)): prompt.split for prompt in prompts}
+    splits, left_out = {prompt_id: split for (prompt_id, *_), split in used.items()}, set(unwanted)
     for record in records:
-        key = (record.prompt_id, record.route)
+        key = (record.prompt_id, record.route, record.reply)
         if not record.prompt_id:
             verdict, reason = "dropped", record.reason
         elif key in used:
@@ -53,7 +55,7 @@ def verdicts(
         elif record.route in left_out:
             verdict, reason = "unused", "a route that prompts.routes leaves out"
         else:
-            verdict, reason = "unused", "more than prompts.num_train and max_per_route ask for"
+            verdict, reason = "unused", "more than was asked for (prompts.num_train, max_per_route, num_heldout)"
         yield {
             "source": record.source,
             "row": record.row,
