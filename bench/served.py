@@ -197,7 +197,7 @@ def played(url: str, prompts: list[Prompt], stage: Stage, max_new_tokens: int) -
             same_replies += same
             if not same:
                 break
-            history.append({"role": "assistant", "content": choice["message"]["content"]})
+            history.append({"role": "assistant", "content": choice["message"]["content"] or ""})
     print(
         f"played by a client: {len(talks)} conversations of {TURNS} turns and {len(alone)} single requests; of {asked} "
         f"requests {same_prompts} have the recorded prompt ids and {same_replies} the recorded reply ids",
