@@ -116,8 +116,8 @@ def plan_conversations(
         raise WrongInput(
             f"traffic.max_left_out: found {len(rows):,} of {number:,} requests that cannot be asked{whole}, expected at most "
             f"{settings.max_left_out:.1%}; the longest has {longest:,} tokens: {first}{'; ..' if rows[NUM_NAMED:] else ''}\n"
-            f"Raise traffic.max_prompt_tokens (the target's context is {load_target.facts.max_position} tokens), shorten "
-            "or remove them, choose other prompts.routes, or raise traffic.max_left_out to go on without them."
+            f"Raise traffic.max_prompt_tokens (the target's context is {load_target.facts.max_position}), shorten or remove "
+            "them, choose other prompts.routes, or raise traffic.max_left_out to go on without them."
         )
     return found, left_out
 

@@ -123,7 +123,7 @@ def read_recorded(
         few = rows[begin : begin + READ_PATHS]
         paths = [np.array(marked.prompt_ids + marked.reply_ids) for *_, marked in few]
         for (whole, prompt, request, marked), states in zip(few, target.read(paths), strict=True):
-            logprobs, _ = score(target, states.final[len(marked.prompt_ids) - 1 :], marked.reply_ids)
+            logprobs = score(target, states.final[len(marked.prompt_ids) - 1 :], marked.reply_ids)
             kept = None
             if states_dtype is not None:
                 kept = States(*(x.to("cpu", states_dtype) for x in (states.taps, states.final)))
@@ -133,11 +133,13 @@ def read_recorded(
     return answered
 
 
-def score(target: Target, final_RH: Tensor, token_ids: list[int]) -> tuple[list[float], list[float]]:
-    """Of every reply token: its log-probability under the raw target, and by how much the likeliest token's is larger.
+def score(target: Target, final_RH: Tensor, token_ids: list[int]) -> list[float]:
+    """Log-probability of every reply token under the raw target; state r is the one that token r is said from."""
+    return score_with_gaps(target, final_RH, token_ids)[0]
 
-    State r is the one that token r is said from.
-    """
+
+def score_with_gaps(target: Target, final_RH: Tensor, token_ids: list[int]) -> tuple[list[float], list[float]]:
+    """As `score`, and by how much the likeliest token's log-probability is larger than that of each token."""
     token_R1 = torch.tensor(token_ids, device=final_RH.device)[:, None]
     logprobs: list[float] = []
     gaps: list[float] = []

@@ -15,7 +15,7 @@ from headstart.heads.target import States, Target
 from headstart.trainer.dialects import Asked
 from headstart.trainer.generation import Reply, Request
 from headstart.trainer.progress import Progress
-from headstart.trainer.recorded import score
+from headstart.trainer.recorded import score_with_gaps
 from headstart.trainer.server_check import check_choices, check_difference, check_servers
 from headstart.trainer.servers import Servers
 from headstart.trainer.settings import TrafficSettings
@@ -83,7 +83,7 @@ class Served:
         paths = [np.array(request.token_ids + reply.token_ids) for request, reply in answered]
         own, gaps = [], []
         for states, (request, reply) in zip(self.target.read(paths), answered, strict=True):
-            logprobs, below = score(self.target, states.final[len(request.token_ids) - 1 :], reply.token_ids)
+            logprobs, below = score_with_gaps(self.target, states.final[len(request.token_ids) - 1 :], reply.token_ids)
             own.append(logprobs)
             gaps.append(below)
             if states_dtype is not None:

@@ -13,7 +13,7 @@ from headstart.heads.errors import WrongInput
 from headstart.heads.target import Target
 from headstart.trainer.dialects import Asked, BadAnswer
 from headstart.trainer.generation import Reply, Request
-from headstart.trainer.recorded import score
+from headstart.trainer.recorded import score_with_gaps
 from headstart.trainer.servers import ADVICE, Away, Broken, Connection, Refused, Servers
 
 NUM_PROMPTS = 4
@@ -81,7 +81,7 @@ def check_servers(servers: Servers, target: Target, requests: Sequence[Request])
             connection.close()
         final = [x.final for x in target.read([np.array(q.token_ids + r.token_ids) for q, r in answered])]
         said_from = [x[len(q.token_ids) - 1 :] for x, (q, _) in zip(final, answered, strict=True)]
-        scored = [score(target, x, r.token_ids) for x, (_, r) in zip(said_from, answered, strict=True)]
+        scored = [score_with_gaps(target, x, r.token_ids) for x, (_, r) in zip(said_from, answered, strict=True)]
         check_difference([reply.logprobs for _, reply in answered], [own for own, _ in scored], url, servers.asked)
         if servers.sampling.temperature == 0:
             check_choices([gaps for _, gaps in scored], url, MAX_GAP)
