@@ -111,15 +111,13 @@ def plan_conversations(
     lost = {prompt.split for prompt in ordered} - {talk.prompt.split for talk in found.values()}
     if lost or len(left_out.rows) > settings.max_left_out * number:
         rows = left_out.rows
-        first = "; ".join(f"{row['reason']}: {named(row)}" for row in rows[:NUM_NAMED]) + "; .." * (
-            len(rows) > NUM_NAMED
-        )
+        first = [f"{row['reason']}: {named(row)}" for row in rows[:NUM_NAMED]] + [".."] * (len(rows) > NUM_NAMED)
         whole = f" (nothing is left of: {', '.join(sorted(lost))})" if lost else ""
         raise WrongInput(
-            f"traffic.max_left_out: found {len(rows):,} of {number:,} requests that cannot be asked{whole}, expected at most "
-            f"{settings.max_left_out:.1%}; the longest has {longest:,} tokens: {first}\n"
-            f"Raise traffic.max_prompt_tokens (the target's context is {load_target.facts.max_position}), shorten or remove "
-            "them, choose other prompts.routes, or raise traffic.max_left_out to go on without them."
+            f"traffic.max_left_out: found {len(rows):,} of {number:,} requests that cannot be asked{whole}, expected at "
+            f"most {settings.max_left_out:.1%}; the longest has {longest:,} tokens: {'; '.join(first)}\n"
+            f"Raise traffic.max_prompt_tokens (the target's context is {load_target.facts.max_position}), shorten or "
+            "remove them, choose other prompts.routes, or raise traffic.max_left_out to go on without them."
         )
     return found, left_out
 
