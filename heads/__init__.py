@@ -6,6 +6,7 @@ of several files    draft, draft_base, decoder, lora; mtp, mtp_layer, mtp_shippe
 shared by kinds     layer_head, recycling_head, slot_head, layers
 a head on disk      checkpoint, description; another one to begin with: start, published, warm_start; for engines: export
 the frozen target   target, target_facts, target_probe, facts, llama_body, packed, cache, precision, sampling
+in parts            sharded_target, target_ends, weight_files
 its words           rendering
 its folder          builtin, smollm2, tiny, made_targets, model_files
 what it said        paths, features

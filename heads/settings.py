@@ -18,6 +18,8 @@ class TargetSettings:
     """auto (the first accelerator, else cpu), or a torch device string."""
     attention: Literal["auto", "sdpa", "eager"] = "auto"
     """Attention implementation of the target: auto, sdpa or eager."""
+    sharded: bool = False
+    """Spread its layers over all processes, for a target that no device holds; heads then train on its stored states."""
 
 
 @dataclass(frozen=True)

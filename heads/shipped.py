@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 INDEX = "model.safetensors.index.json"
 BIASED = tuple(f"self_attn.{name}_proj" for name in "qkv")  # projections that have a bias in every Qwen2, so in MiMo
+FUSED = (".experts.gate_up_proj", ".experts.down_proj")  # experts that modules hold as one tensor, and files one by one
 ENDS = ("enorm", "hnorm", "eh_proj", "norm")  # a layer's own modules, beside the decoder layer (`block`)
 
 
@@ -120,12 +121,20 @@ def pieces(layout: Layout, num_layers: int, name: str, tensor: "Tensor") -> "Ite
     if module in ENDS:
         yield f"{base}{layout.ends[ENDS.index(module)]}.{leaf}", tensor
         return
-    path = f"{base}{layout.block}{leaf}"
-    if not path.endswith((".experts.gate_up_proj", ".experts.down_proj")):
+    yield from stored_pieces(f"{base}{layout.block}{leaf}", tensor)
+
+
+def stored_pieces(path: str, tensor: "Tensor", first: int = 0) -> "Iterator[tuple[str, Tensor]]":
+    """The tensors of a model's files that a module's tensor consists of: itself, or, of fused experts, those of each.
+
+    Args:
+        first: number of the expert that `tensor` begins with.
+    """
+    if not path.endswith(FUSED):
         yield path, tensor
         return
     experts, _, fused = path.rpartition(".")
-    for index, expert in enumerate(tensor):
+    for index, expert in enumerate(tensor, first):
         if fused == "down_proj":
             yield f"{experts}.{index}.down_proj.weight", expert
         else:

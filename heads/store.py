@@ -149,9 +149,18 @@ class Stage:
 
     def record(self, name: str, rows: int) -> None:
         """Commit one finished file: from here on a rerun keeps it."""
+        self.put({name: self.describe(name, rows)})
+
+    def describe(self, name: str, rows: int) -> dict[str, Any]:
+        """What the manifest says of a finished file."""
         path = self.folder / name
-        self.outputs[name] = {"sha256": hash_file(path), "bytes": path.stat().st_size, "rows": rows}
-        self._write()
+        return {"sha256": hash_file(path), "bytes": path.stat().st_size, "rows": rows}
+
+    def put(self, outputs: dict[str, dict[str, Any]]) -> None:
+        """Commit finished files, by name, as `describe` told of them."""
+        if outputs:
+            self.outputs.update(outputs)
+            self._write()
 
     def damaged(self) -> list[str]:
         """Recorded files that are not there as they were written."""

@@ -5,7 +5,8 @@ input of the output head.
 """
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -20,7 +21,7 @@ from headstart.heads.cache import LENGTH_STEP, PositionCache
 from headstart.heads.errors import WrongInput
 from headstart.heads.facts import TargetFacts, default_taps
 from headstart.heads.llama_body import LlamaBody, is_llama_like
-from headstart.heads.model_files import read_config, read_model
+from headstart.heads.model_files import decoder_layers, read_config, read_model
 from headstart.heads.packed import FrozenLinear, min_rows
 from headstart.heads.paths import Prompt
 from headstart.heads.precision import DTYPES, choose_precision
@@ -47,6 +48,9 @@ class States:
 class Target:
     """A frozen causal language model with a position-addressed cache."""
 
+    sharded = False  # whether its layers are spread over several processes
+    pass_tokens = 2048  # tokens, padding included, that `read` passes at once
+
     def __init__(self, model: Any, tokenizer: Any, facts: TargetFacts, taps: list[int], direct: bool = True) -> None:
         """`direct` runs the layers of Llama-like models ourselves instead of through transformers' modules."""
         self.model = model
@@ -70,6 +74,11 @@ class Target:
         """Whether several threads may run it at once: on a CPU, with nothing that a pass leaves behind."""
         static = self.facts.rope_parameters.get("rope_type", "default") not in ("dynamic", "longrope")
         return self._direct is not None and self.device.type == "cpu" and static
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Around work of which each process has its own amount; a sharded target makes the others' passes with them."""
+        yield
 
     def _hook(self, tap: int) -> None:
         def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -191,11 +200,15 @@ class Target:
         load_pieces(resolve_model(self.facts.name), layout, self.facts.num_layers, tensors, whole)
 
     @torch.inference_mode()
-    def read(self, token_ids: list[np.ndarray], batch_tokens: int = 2048) -> list[States]:
+    def read(self, token_ids: list[np.ndarray], batch_tokens: int = 0) -> list[States]:
         """Teacher-forced states of whole paths: N - 1 slots of a path of N tokens, the last token is not fed.
 
         Paths of like length are read together: padding costs as much as tokens do.
+
+        Args:
+            batch_tokens: of a pass, padding included; 0 means `pass_tokens`.
         """
+        batch_tokens = batch_tokens or self.pass_tokens
         order = sorted(range(len(token_ids)), key=lambda i: len(token_ids[i]))
         states: list[States | None] = [None] * len(token_ids)
         while order:
@@ -222,17 +235,6 @@ class Target:
         position_BT = torch.arange(tokens_BT.shape[1], device=self.device).expand(tokens_BT.shape)
         taps, final_BTH = self._direct(tokens_BT, position_BT, None)
         return States(torch.cat(taps, dim=-1), final_BTH)
-
-
-def decoder_layers(body: nn.Module, num_layers: int) -> nn.ModuleList:
-    """The list of decoder layers inside a transformers base model."""
-    found = [m for m in body.modules() if isinstance(m, nn.ModuleList) and len(m) == num_layers]
-    if not found:
-        raise WrongInput(
-            f"{type(body).__name__}: found no list of {num_layers} decoder layers, expected a decoder-only model.\n"
-            "Choose a causal language model as the target."
-        )
-    return found[0]
 
 
 class TargetLoader:
@@ -275,6 +277,7 @@ class TargetLoader:
             )
         self.taps = sorted(set(taps)) if taps else default_taps(self.facts.num_layers)
         check_taps(settings.model, self.taps, self.facts.num_layers)
+        self._load: Callable[[TargetLoader, str], Target] = load_whole
         self._loaded: dict[str, Target] = {}
 
     @property
@@ -294,20 +297,28 @@ class TargetLoader:
         name = dtype or self.dtype
         if name not in self._loaded:
             self._loaded.clear()
-            self._loaded[name] = self._load(name)
+            self._loaded[name] = self._load(self, name)
         return self._loaded[name]
+
+    def load_by(self, load: "Callable[[TargetLoader, str], Target]") -> None:
+        """Load by another function from here on: what lies here is forgotten."""
+        self._load = load
+        self._loaded.clear()
 
     def render(self, prompt: Prompt) -> list[int]:
         """Token ids of a prompt, without weights."""
         return render(self.facts, self.tokenizer, prompt)
 
-    def _load(self, dtype: str) -> "Target":
-        attention = {} if self.settings.attention == "auto" else {"attn_implementation": self.settings.attention}
-        model = read_model(self.settings.model, self.folder, dtype=DTYPES[dtype], **attention)
-        model.to(choose_device(self.settings.device)).eval().requires_grad_(False)
-        target = Target(model, self.tokenizer, self.facts, self.taps, direct=self.settings.attention == "auto")
-        check_probe(target)
-        return target
+
+def load_whole(loader: TargetLoader, dtype: str) -> Target:
+    """A target with all of its layers on one device, checked on a probe."""
+    settings = loader.settings
+    attention = {} if settings.attention == "auto" else {"attn_implementation": settings.attention}
+    model = read_model(settings.model, loader.folder, dtype=DTYPES[dtype], **attention)
+    model.to(choose_device(settings.device)).eval().requires_grad_(False)
+    target = Target(model, loader.tokenizer, loader.facts, loader.taps, direct=settings.attention == "auto")
+    check_probe(target)
+    return target
 
 
 def load_target(settings: TargetSettings, taps: list[int] | None = None, dtype: str | None = None) -> Target:

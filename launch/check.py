@@ -15,8 +15,10 @@ from headstart.heads.target import TargetLoader
 from headstart.heads.target_facts import check_taps
 from headstart.heads.vocabulary import always_drafted
 from headstart.heads.warm_start import start_problems
+from headstart.heads.weight_files import check_parts
 from headstart.launch.needs import measure_needs
 from headstart.launch.previous import previous_folder
+from headstart.launch.processes import Processes
 from headstart.launch.recipe import VARIANTS, describe, place_of
 from headstart.launch.schema import Problem
 from headstart.launch.settings import Recipe
@@ -47,7 +49,13 @@ class Checked:
 
 
 def check_loaded(
-    loaded: Loaded, path: Path, overrides: list[str], render: bool = True, need_weights: bool = True, here: bool = True
+    loaded: Loaded,
+    path: Path,
+    overrides: list[str],
+    render: bool = True,
+    need_weights: bool = True,
+    here: bool = True,
+    processes: Processes | None = None,
 ) -> Checked:
     """Check everything that can be known without weights, of every variant.
 
@@ -55,11 +63,12 @@ def check_loaded(
         render: whether to render every prompt, and find those that cannot be asked.
         need_weights: whether the target's weights have to be there; a plan needs its config and tokenizer only.
         here: whether this machine has to be large enough; a plan may be made on another one.
+        processes: those that will run it; default: one.
 
     Raises:
         WrongInput: with every problem found, each with its place in the recipe.
     """
-    recipe = loaded.shared
+    recipe, processes = loaded.shared, processes or Processes()
     found: Findings = []
     target = attempt(found, "target.model", lambda: TargetLoader(recipe.target, need_weights=need_weights))
     prompts = read_prompts(found, recipe.prompts, path.parent)
@@ -67,7 +76,7 @@ def check_loaded(
     root = Path(recipe.run.root).expanduser()
     starts: dict[str, Start] = {}
     for name, own in loaded.recipes.items():
-        problems = gate_problems(own)
+        problems = gate_problems(own) + sharded_problems(own)
         start = attempt(problems, "head.init_from", partial(recipe_start, own, root))
         starts |= {} if start is None else {name: start}
         found += in_variant(name, problems)
@@ -81,8 +90,10 @@ def check_loaded(
         attempt(found, "eval.previous", lambda: previous_folder(recipe.eval.previous, root, facts))
         if prompts is not None and render and target.tokenizer.chat_template:
             planned = attempt(found, "prompts.sources", partial(plan_traffic, target, prompts.prompts, recipe.traffic))
+        if recipe.target.sharded and target.has_weights:
+            attempt(found, "target.sharded", lambda: check_parts(facts.name, target.folder))
         if here and not found:
-            needs = attempt(found, "target.model", lambda: measure_needs(loaded, target))
+            needs = attempt(found, "target.model", lambda: measure_needs(loaded, target, processes))
             found += [] if needs is None or needs.fits else [("target.model", needs.refusal())]
     if found or target is None or prompts is None:
         raise WrongInput(describe(path, [Problem(place_of(path, overrides, key), key, text) for key, text in found]))
@@ -182,6 +193,25 @@ def gate_problems(recipe: Recipe) -> Findings:
     text = f"found {engines} with traffic.eval_dtype = {dtype}, but figures are proved against float32 replies"
     text += ", so nothing would pass the gate; set it to [] and use headstart export --untested"
     return [("export.engines", text)]
+
+
+def sharded_problems(recipe: Recipe) -> Findings:
+    """What a target that is spread over processes cannot do: passes that one of them makes alone."""
+    if not recipe.target.sharded:
+        return []
+    found: Findings = []
+    if recipe.prompts.num_synthesized:
+        text = f"found {recipe.prompts.num_synthesized} with target.sharded, whose first process gathers prompts alone"
+        found.append(("prompts.num_synthesized", f"{text}; expected 0"))
+    if recipe.train.on_policy:
+        text = f"found {recipe.train.on_policy:g} with target.sharded, whose layers are gone when the head is trained"
+        found.append(("train.on_policy", f"{text}; expected 0"))
+    if engines := recipe.export.engines:
+        text = f"found {engines} with target.sharded: nothing is decoded, so nothing would pass the gate; set it to [] and "
+        found.append(
+            ("export.engines", f"{text}measure where the target fits: headstart eval RUN target.sharded=false")
+        )
+    return found
 
 
 def skip_lines(prompts: PromptSet) -> list[str]:

@@ -12,8 +12,8 @@ from typing import NoReturn
 
 from headstart import __version__
 from headstart.heads.errors import GateFailed, TrainingFailed, WrongInput
+from headstart.launch.arguments import amount, lengths, positive, temperatures
 from headstart.launch.processes import FROM_ACCELERATE, find_processes, resume_command
-from headstart.trainer.settings import MIN_TEMPERATURE
 
 DONE, FAULT, WRONG_INPUT, GATE_FAILED, INTERRUPTED = 0, 1, 2, 3, 130
 
@@ -119,6 +119,7 @@ def build_parser() -> argparse.ArgumentParser:
         help="start processes as this accelerate config says (a file, or ddp, fsdp2, zero2)",
     )
 
+    add_plan(commands)
     add_eval(commands)
     add_export_and_import(commands)
 
@@ -159,6 +160,24 @@ def build_parser() -> argparse.ArgumentParser:
 
     add(commands, "env", env_command, "print versions, hardware and folders, for a bug report")
     return parser
+
+
+def add_plan(commands: "argparse._SubParsersAction[Parser]") -> None:
+    plan = add(commands, "plan", plan_command, "tell what a recipe takes: memory, disk and hours, here or elsewhere")
+    plan.add_argument("recipe", metavar="RECIPE", help="a recipe file, or the name of a built-in recipe")
+    plan.add_argument("overrides", nargs="*", metavar="key=value", help="settings that win over the recipe's")
+    plan.add_argument("--processes", type=positive, default=1, metavar="N", help="processes, a device each (default 1)")
+    plan.add_argument("--tokens", type=amount, default=0, metavar="N", help="of traffic (default: as the prompts say)")
+    plan.add_argument("--tflops", type=amount, metavar="X", help="matrix products of a device, in TFLOP/s")
+    plan.add_argument("--memory", type=amount, metavar="X", help="GB/s a device reads of its memory")
+    plan.add_argument(
+        "--link", type=amount, metavar="X", help="GB/s a device gathers from the others (default: --memory)"
+    )
+    plan.add_argument("--disk", type=amount, metavar="X", help="GB/s of run.root, for all processes together")
+    plan.epilog = (
+        "examples:\n  headstart plan eagle\n  headstart plan real/llama-3.3-70b --processes 8 --tokens 100e6 "
+        "--tflops 400 --memory 2500 --link 300 --disk 5\n\nRates that are not given are measured on this machine."
+    )
 
 
 def add_eval(commands: "argparse._SubParsersAction[Parser]") -> None:
@@ -252,41 +271,19 @@ def add_run(parser: Parser, examples: str, overrides: bool = True) -> None:
     parser.epilog = f"examples:\n  {examples}"
 
 
-def lengths(text: str) -> list[int]:
-    """Whole numbers of at least 1 between commas, ascending and each once."""
-    try:
-        found = sorted({int(number) for number in text.split(",")})
-    except ValueError:
-        found = [0]
-    if found[0] < 1:
-        raise argparse.ArgumentTypeError(f"found {text!r}, expected whole numbers of at least 1 between commas")
-    return found
-
-
-def temperatures(text: str) -> list[float]:
-    """Temperatures between commas, ascending and each once."""
-    try:
-        found = sorted({float(number) for number in text.split(",")})
-    except ValueError:
-        found = [float("nan")]
-    if not all(number == 0 or MIN_TEMPERATURE <= number < float("inf") for number in found):
-        raise argparse.ArgumentTypeError(
-            f"found {text!r}, expected numbers between commas, each 0 (greedy) or at least {MIN_TEMPERATURE:g}"
-        )
-    return found
-
-
-def positive(text: str) -> int:
-    """A number of at least 1."""
-    if (number := int(text)) < 1:
-        raise argparse.ArgumentTypeError(f"found {number}, expected at least 1")
-    return number
-
-
 def check_command(options: argparse.Namespace) -> None:
     from headstart.launch.commands import check
 
     check(options.recipe, options.overrides, options.dry_run)
+
+
+def plan_command(options: argparse.Namespace) -> None:
+    from headstart.launch.commands import check
+    from headstart.launch.plan import Asked
+
+    rates = {name: getattr(options, name) for name in ("tflops", "memory", "link", "disk")}
+    asked = Asked(options.processes, int(options.tokens), {name: x for name, x in rates.items() if x is not None})
+    check(options.recipe, options.overrides, dry_run=True, asked=asked)
 
 
 def train_command(options: argparse.Namespace) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from headstart.heads.errors import WrongInput
 from headstart.heads.store import remove_leftovers
-from headstart.launch.processes import Processes, choose_strategy, expect_one, find_processes, muted
+from headstart.launch.processes import Processes, choose_strategy, expect_one, expect_several, find_processes, muted
 from headstart.launch.recipe import dump_recipe, find_recipe, load_recipe
 from headstart.launch.rehearsal import with_rehearsed_steps
 from headstart.launch.run import RunFolder, exported_checkpoint, find_run, locked
@@ -21,10 +21,15 @@ from headstart.trainer.settings import PACING
 if TYPE_CHECKING:
     from headstart.eval.prompt_sums import PromptSums
     from headstart.heads.start import Start
+    from headstart.launch.plan import Asked
 
 
-def check(recipe_text: str, overrides: list[str], dry_run: bool) -> None:
-    """Check a recipe against its target and prompts; with `dry_run` also print what training it would do."""
+def check(recipe_text: str, overrides: list[str], dry_run: bool, asked: "Asked | None" = None) -> None:
+    """Check a recipe against its target and prompts; with `dry_run` also print what training it would do.
+
+    Args:
+        asked: machines that the plan is to tell hours for.
+    """
     path = find_recipe(recipe_text)
     loaded = load_with_steps(path, overrides)
     processes = find_processes()
@@ -42,7 +47,7 @@ def check(recipe_text: str, overrides: list[str], dry_run: bool) -> None:
         from headstart.launch.plan import print_plan
 
         print(dump(loaded, f"resolved from {path.name}"), flush=True)
-        print_plan(loaded, path, checked, threads)
+        print_plan(loaded, path, checked, threads, asked)
     else:
         print("".join(f"{line}\n" for line in skip_lines(checked.prompts)), end="")
         print("".join(f"{line}\n" for line in checked.planned.describe()), end="")
@@ -64,6 +69,8 @@ def train(recipe_text: str, overrides: list[str], fresh: bool) -> None:
         choose_strategy(recipe.train, processes)
     if loaded.variants:
         expect_one(processes, "a recipe with variants")
+    if loaded.shared.target.sharded:
+        expect_several(processes, "target.sharded")
     threads = ready_process(loaded.shared, processes)
     with muted(processes):
         if processes.first:
@@ -82,7 +89,7 @@ def train_checked(
     if not fresh:
         compare_claims(loaded)
     # The traffic stage measures the prompts it renders.
-    checked = check_loaded(loaded, path, overrides, render=False)
+    checked = check_loaded(loaded, path, overrides, render=False, processes=processes)
     starts = checked.starts
     if not fresh:
         compare_claims(loaded, starts)
@@ -302,6 +309,7 @@ def training_settings(recipe: Recipe) -> dict[str, object]:
     for path in (
         "target.model",
         "target.device",
+        "target.sharded",
         "prompts.sources",
         "prompts.heldout",
         "prompts.max_broken",

@@ -1,6 +1,7 @@
 """What training a recipe would do: derived values with reasons, stages that run or are reused, disk."""
 
 import shutil
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from headstart.eval.tables import columns
@@ -10,21 +11,31 @@ from headstart.heads.store import MANIFEST, MANIFEST_SCHEMA, Stage, hash_json, r
 from headstart.heads.target import choose_device
 from headstart.launch.check import Checked
 from headstart.launch.commands import run_folder
-from headstart.launch.needs import measure_needs, memory_rows
+from headstart.launch.estimate import measure_machine, time_rows, work_of
+from headstart.launch.needs import Needs, Row, measure_needs, memory_rows
 from headstart.launch.run import RunFolder
 from headstart.launch.settings import Recipe
 from headstart.launch.variants import Loaded
 from headstart.trainer.checkpoint import pointed
-from headstart.trainer.features import features_inputs, find_features, gigabytes, most_bytes
+from headstart.trainer.features import features_inputs, find_features, gigabytes, most_bytes, recorded_bytes
 from headstart.trainer.prompts import prompt_inputs
 from headstart.trainer.served import backend_name
 from headstart.trainer.traffic import traffic_inputs
 
-Row = tuple[str, str, str]
+
+@dataclass(frozen=True)
+class Asked:
+    """What a plan is made for beside the recipe: machines, as their rates say, and a size."""
+
+    processes: int = 1
+    tokens: int = 0
+    """Of prompts and replies together; 0 counts those of the recipe's prompts."""
+    rates: dict[str, float] = field(default_factory=dict)
+    """By the names of `estimate.Machine`; what is not given is measured here."""
 
 
-def print_plan(loaded: Loaded, path: Path, checked: Checked, threads: str) -> None:
-    """Print the plan of a checked recipe."""
+def print_plan(loaded: Loaded, path: Path, checked: Checked, threads: str, asked: Asked | None = None) -> None:
+    """Print the plan of a checked recipe; with `asked` also how long its stages take there."""
     recipe, run = loaded.shared, run_folder(loaded.shared)
     number, _, reason = threads.partition(" ")
     rows = [("threads", number, reason.strip("()")), *derived(loaded, checked)]
@@ -37,8 +48,24 @@ def print_plan(loaded: Loaded, path: Path, checked: Checked, threads: str) -> No
     for name, own in loaded.recipes.items():
         rows += of_variant(name, head_stages(own, run_folder(own)))
     table("stages", rows)
-    table("memory", memory_rows(measure_needs(loaded, checked.target)))
-    table("disk", disk(recipe, checked, run))
+    needs = measure_needs(loaded, checked.target)
+    if asked is not None:
+        needs = replace(needs, num_processes=asked.processes)
+    table("memory", memory_rows(needs))
+    table("disk", disk(recipe, path, checked, run))
+    if asked is not None:
+        table("time", times(recipe, checked, needs, run, asked))
+
+
+def times(recipe: Recipe, checked: Checked, needs: Needs, run: RunFolder, asked: Asked) -> list[Row]:
+    """Hours of the stages; replies of unknown length run to their limit."""
+    longest, limit = recipe.traffic.max_new_tokens, recipe.traffic.max_prompt_tokens
+    tokens, reply_tokens = asked.tokens, asked.tokens * longest // (limit + longest)
+    if not tokens:
+        prompts = [kept for _, kept in rows_to_come(checked)]
+        tokens, reply_tokens = sum(prompts) + len(prompts) * longest, len(prompts) * longest
+    work = work_of(recipe, checked.target, needs, tokens, reply_tokens)
+    return time_rows(work, measure_machine(checked.target, needs, run.root, asked.rates))
 
 
 def of_variant(name: str, rows: list[Row]) -> list[Row]:
@@ -89,8 +116,7 @@ def derived_of_head(recipe: Recipe, checked: Checked, start: Start | None) -> li
 
 def stages(recipe: Recipe, path: Path, checked: Checked, run: RunFolder) -> list[Row]:
     """Each stage before training with its key, and whether it is reused, continued or run."""
-    prompts = unopened(prompt_inputs(recipe.prompts, path.parent, recipe.run.seed, checked.target))
-    traffic = unopened(traffic_inputs(checked.target, prompts, recipe.traffic, recipe.run.seed))
+    prompts, traffic = unopened_stages(recipe, path, checked)
     features = features_inputs(checked.target, traffic)
     folders = [stage_folder(run.root, name, stage.key) for name, stage in (("prompts", prompts), ("traffic", traffic))]
     folders.append(find_features(run.root, features) or stage_folder(run.root, "features", hash_json(features)))
@@ -111,6 +137,12 @@ def head_stages(recipe: Recipe, run: RunFolder) -> list[Row]:
     ]
 
 
+def unopened_stages(recipe: Recipe, path: Path, checked: Checked) -> tuple[Stage, Stage]:
+    """Prompts and traffic by their keys."""
+    prompts = unopened(prompt_inputs(recipe.prompts, path.parent, recipe.run.seed, checked.target))
+    return prompts, unopened(traffic_inputs(checked.target, prompts, recipe.traffic, recipe.run.seed))
+
+
 def unopened(inputs: dict) -> Stage:
     """A stage by its inputs alone; no folder is made."""
     return Stage(Path(), {"key": hash_json(inputs)})
@@ -125,24 +157,28 @@ def stage_row(folder: Path) -> Row:
     return name, key, state
 
 
-def disk(recipe: Recipe, checked: Checked, run: RunFolder) -> list[Row]:
-    """The most that features can take, and what is free."""
-    talks = checked.planned.conversations.values()
-    prompts = [(talk.prompt.split, tokens) for talk in talks for tokens in talk.kept_tokens]
-    tokens, size = most_bytes(prompts, recipe.traffic, checked.target)
+def disk(recipe: Recipe, path: Path, checked: Checked, run: RunFolder) -> list[Row]:
+    """What features take, or the most they can while replies are not recorded; and what is free."""
+    traffic = stage_folder(run.root, "traffic", unopened_stages(recipe, path, checked)[1].key)
+    if (traffic / MANIFEST).exists() and (
+        stage := Stage(traffic, read_json(traffic / MANIFEST, MANIFEST_SCHEMA))
+    ).complete:
+        size = recorded_bytes(stage, checked.target, recipe.traffic)
+        taken, told = gigabytes(size), f"{size:,} bytes, as the replies that are recorded have it"
+    else:
+        tokens, size = most_bytes(rows_to_come(checked), recipe.traffic, checked.target)
+        each = size // max(tokens, 1)
+        taken = f"at most {gigabytes(size)}"
+        told = f"about {each:,} bytes for each of {tokens:,} tokens, if every reply runs to its limit"
     folder = run.root
     while not folder.exists():
         folder = folder.parent
     free = shutil.disk_usage(folder).free
-    return [
-        (
-            "features",
-            f"at most {gigabytes(size)}",
-            f"about {size // max(tokens, 1):,} bytes for each of {tokens:,} tokens, if every reply runs to its limit",
-        ),
-        (
-            "free",
-            gigabytes(free),
-            f"at {folder}" + ("" if size <= free else ": not enough, set run.root to a larger disk"),
-        ),
-    ]
+    enough = "" if size <= free else ": not enough, set run.root to a larger disk"
+    return [("features", taken, told), ("free", gigabytes(free), f"at {folder}{enough}")]
+
+
+def rows_to_come(checked: Checked) -> list[tuple[str, int]]:
+    """Split, and the most prompt tokens, of every row of traffic."""
+    talks = checked.planned.conversations.values()
+    return [(talk.prompt.split, tokens) for talk in talks for tokens in talk.kept_tokens]

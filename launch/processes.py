@@ -111,6 +111,16 @@ def expect_one(processes: Processes, doing: str) -> None:
         )
 
 
+def expect_several(processes: Processes, key: str) -> None:
+    """Refuse one process where a setting asks for several.
+
+    Raises:
+        WrongInput: naming the setting.
+    """
+    if processes.world_size == 1:
+        raise WrongInput(f"{key}: found true, but this is one process.\nSeveral processes: {SEVERAL}.")
+
+
 @contextmanager
 def muted(processes: Processes) -> Iterator[None]:
     """Only the first process prints; errors are told by all."""

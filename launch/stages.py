@@ -6,6 +6,7 @@ Each stage reads one folder and writes one. What its key says is complete is reu
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from headstart.heads.features import FeatureReader
 from headstart.heads.paths import Path as ReplyPath
 from headstart.heads.paths import read_paths
 from headstart.heads.settings import HeadSettings
+from headstart.heads.sharded_target import load_sharded
 from headstart.heads.start import Start
 from headstart.heads.store import (
     MANIFEST,
@@ -40,6 +42,7 @@ from headstart.heads.store import (
     stage_inputs,
 )
 from headstart.heads.target import Target, TargetLoader, choose_device
+from headstart.heads.target_ends import load_ends
 from headstart.heads.vocabulary import choose_draft_vocabulary, count_tokens, coverage
 from headstart.heads.warm_start import take_over
 from headstart.launch.export_gate import export_head
@@ -61,19 +64,18 @@ from headstart.trainer.supervision import check_supervision, training_paths
 from headstart.trainer.traffic import make_traffic, traffic_inputs
 
 EVAL_VERSION = 1
+OF_STATES = ("offline",)  # parts of an evaluation that need no pass of the target
 
 
 def run_train(recipe: Recipe, recipe_path: Path, run: RunFolder, processes: Processes | None = None) -> None:
     """Everything from a recipe to an exported head. Each call below is a stage that can be run again on its own.
 
-    Of several processes all train the head; the first one does the rest, while the others wait or are done.
+    Of several processes all answer prompts and train the head; the first one does the rest, and the others wait or are done.
     """
     processes = processes or Processes()
     targets = target_loader(recipe)
     with meeting(processes, recipe.target.device) as ranks:
-        made = run_traffic(recipe, recipe_path, run, targets) if ranks.first else None
-        ranks.wait()
-        traffic, features = made or followed_stages(run)
+        traffic, features = run_traffic(recipe, recipe_path, run, targets, ranks)
         run_head(recipe, run, targets, traffic, features, choose_strategy(recipe.train, processes), ranks)
     if not processes.first:
         return
@@ -93,14 +95,14 @@ def meeting(processes: Processes, device: str) -> AbstractContextManager[Ranks]:
     return joined(processes.rank, processes.world_size, processes.local_rank, device)
 
 
-def followed_stages(run: RunFolder) -> tuple[Stage, Stage]:
-    """Traffic and features that the first process has made. Raises WrongInput: this one does not see them."""
-    if not (run.folder / "features").exists():
+def followed_stage(run: RunFolder, name: str) -> Stage:
+    """A stage that the first process has made. Raises WrongInput: this one does not see it."""
+    if not (run.folder / name).exists():
         raise WrongInput(
             f"{run.folder}: found nothing of what the first process has made there.\n"
             "Set run.root to a folder on storage that all machines share, under the same path."
         )
-    return finished_stage(run.folder / "traffic"), finished_stage(run.folder / "features")
+    return finished_stage(run.folder / name)
 
 
 def run_shared(loaded: Loaded, recipe_path: Path, run: RunFolder) -> None:
@@ -111,7 +113,11 @@ def run_shared(loaded: Loaded, recipe_path: Path, run: RunFolder) -> None:
 
 
 def target_loader(recipe: Recipe) -> TargetLoader:
-    return TargetLoader(recipe.target, recipe.head.asked_taps)
+    """The recipe's target; of one that no device holds its ends alone, which is all that training reads."""
+    targets = TargetLoader(recipe.target, recipe.head.asked_taps)
+    if recipe.target.sharded:
+        targets.load_by(load_ends)
+    return targets
 
 
 def run_eval(
@@ -146,21 +152,37 @@ def run_export(
         export_head(run.folder, engine, target, recipe.eval, recipe.export, checkpoint, out, untested)
 
 
-def run_traffic(recipe: Recipe, recipe_path: Path, run: RunFolder, targets: TargetLoader) -> tuple[Stage, Stage]:
+def run_traffic(
+    recipe: Recipe, recipe_path: Path, run: RunFolder, targets: TargetLoader, ranks: Ranks | None = None
+) -> tuple[Stage, Stage]:
     """Prompts, the target's replies to them, and the states it had while replying."""
-    seed = recipe.run.seed
-    prompts = make_prompts(recipe.prompts, run.root, recipe_path.parent, seed, targets)
+    ranks, seed = ranks or Ranks(), recipe.run.seed
+    with ranks.first_before_others():
+        prompts = first_prompts(recipe, recipe_path, run, targets) if ranks.first else followed_stage(run, "prompts")
+    shared = stage_folder(run.root, "traffic", hash_json(traffic_inputs(targets, prompts, recipe.traffic, seed)))
+    if recipe.target.sharded:
+        targets.load_by(partial(load_sharded, vote=ranks.any))
+    with locked(shared, wait_for="it is answering the same prompts") if ranks.first else nullcontext():
+        traffic, features = make_traffic(targets, prompts, recipe.traffic, run.root, seed, ranks)
+    if recipe.target.sharded:
+        targets.load_by(load_ends)
+    with ranks.first_before_others():
+        if not ranks.first:
+            return followed_stage(run, "traffic"), followed_stage(run, "features")
+        # The features a head asks for, whichever stage serves them: one that holds more taps trains the same head.
+        asked = hash_json(features_inputs(targets, traffic))
+        run.claim({"traffic": traffic.key, "features": asked})
+        run.link("traffic", traffic.folder)
+        run.link("features", features.folder)
+    return traffic, features
+
+
+def first_prompts(recipe: Recipe, recipe_path: Path, run: RunFolder, targets: TargetLoader) -> Stage:
+    """The prompts, gathered where they are not there yet."""
+    prompts = make_prompts(recipe.prompts, run.root, recipe_path.parent, recipe.run.seed, targets)
     run.claim({"prompts": prompts.key})
     run.link("prompts", prompts.folder)
-    shared = stage_folder(run.root, "traffic", hash_json(traffic_inputs(targets, prompts, recipe.traffic, seed)))
-    with locked(shared, wait_for="it is answering the same prompts"):
-        traffic, features = make_traffic(targets, prompts, recipe.traffic, run.root, seed)
-    # The features a head asks for, whichever stage serves them: one that holds more taps trains the same head.
-    asked = hash_json(features_inputs(targets, traffic))
-    run.claim({"traffic": traffic.key, "features": asked})
-    run.link("traffic", traffic.folder)
-    run.link("features", features.folder)
-    return traffic, features
+    return prompts
 
 
 def heldout_replies(recipe: Recipe, run: RunFolder, targets: TargetLoader, temperature: float) -> list[ReplyPath]:
@@ -284,7 +306,13 @@ def measure_head(
     parts: Sequence[str] = (),
     others: Sequence[Sequence[ReplyPath]] = (),
 ) -> dict[str, Any]:
-    """The eval stage on the held-out replies, which nothing before has read."""
+    """The eval stage on the held-out replies, which nothing before has read.
+
+    Of a target that no device holds, what stored states tell.
+    """
+    if recipe.target.sharded and not parts:
+        parts = OF_STATES
+        print("target.sharded: nothing is decoded here; acceptance is measured on the stored states")
     here = (run.folder / "features" / MANIFEST).exists()  # a moved run may be without
     heldout = Heldout(
         list(read_paths(run.folder / "traffic", "heldout")),

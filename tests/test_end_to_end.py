@@ -130,6 +130,8 @@ def test_a_finished_run_is_planned_as_reused_and_listed(
     plan = capsys.readouterr().out.partition("\nstages\n")[2]
     assert [line.split()[-1] for line in plan.splitlines()[:3]] == ["reused"] * 3
     assert "done (40 steps)" in plan
+    features = read_json(smoke[0] / "features" / "manifest.json")["outputs"].values()
+    assert f"{sum(output['bytes'] for output in features):,} bytes, as the replies that are recorded" in plan
     assert cli.run(["ls", "runs"]) == 0
     assert "smoke  exported  accept_len" in capsys.readouterr().out
 

@@ -29,13 +29,13 @@ from tests.small_training import SETTINGS, make_head, make_rows, run
 WAIT_S = 900
 
 
-def start_ranks(part, folder, world=2):
+def start_ranks(part, folder, world=2, program="tests.small_ranks"):
     """Start the processes as a launcher does; returns them by rank."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(world), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "tests.small_ranks", part, str(folder)]
+    command = [sys.executable, "-m", program, part, str(folder)]
     streams = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
     environments = [{**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(world)]
     return [subprocess.Popen(command, env=environment, **streams) for environment in environments]

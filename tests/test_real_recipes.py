@@ -1,6 +1,7 @@
 """Recipes for targets that no test machine holds: planned in full from config and tokenizer, refused where too large."""
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import torch
 from headstart.heads.store import write_json
 from headstart.heads.target import TargetLoader
 from headstart.launch import cli
-from headstart.launch.needs import measure_needs
+from headstart.launch.needs import measure_needs, parameters
 from headstart.launch.recipe import built_in_recipes
 from headstart.launch.variants import load
 from headstart.trainer.features import token_bytes
@@ -22,8 +23,11 @@ STATED = {
     "qwen3-8b": (8.2, [2, 18, 33], 32768),
     "qwen3-30b-a3b": (30.5, [2, 24, 45], 16384),
     "llama-3.3-70b": (70.6, [2, 40, 77], 65536),
+    "deepseek-v3": (671.0, [2, 30, 58], 57344),
 }
 NUM_WORDS = 33_000
+SCALE = (Path(__file__).parent.parent / "docs" / "scale.md").read_text(encoding="utf-8")
+PLANS = re.findall(r"<!-- headstart plan real/(\S+) (.*?) -->\n(.*?)\n<!-- end -->", SCALE, re.S)
 TEMPLATE = "{% for m in messages %}{{ m['role'] + ' ' + m['content'] + ' ' }}{% endfor %}assistant"
 
 
@@ -71,9 +75,9 @@ def test_a_real_recipe_is_planned_without_weights(arguments, name, capsys):
     assert "32,000" in lines["draft vocabulary"]
     assert token_bytes(loader, torch.bfloat16) == bytes_a_token
     assert f"about {bytes_a_token // 1000}" in lines["features"] or recipe.shared.traffic.eval_dtype == "float32"
-    assert needs.num_parameters / 1e9 == pytest.approx(billions, abs=0.06)
-    assert f"{needs.num_parameters / 1e9:,.2f} B parameters" in out
-    assert f"{needs.num_trained / 1e6:,.1f} M parameters" in lines["head"]
+    assert needs.counted.total / 1e9 == pytest.approx(billions, abs=0.06)
+    assert parameters(needs.counted.total) in out
+    assert parameters(needs.num_trained) in lines["head"]
     hidden, draft_rows = bytes_a_token // 8, 32000
     assert needs.num_trained > hidden * (3 * hidden + draft_rows)
     assert "once the target's weights are there" in lines["traffic"]
@@ -81,11 +85,18 @@ def test_a_real_recipe_is_planned_without_weights(arguments, name, capsys):
 
 @pytest.mark.parametrize("arguments", ["llama-3.3-70b"], indirect=True)
 def test_what_no_single_device_holds_is_refused_with_the_numbers(arguments, capsys):
+    arguments = [*arguments, "target.sharded=false"]
     assert cli.run(["check", *arguments]) == cli.WRONG_INPUT
     told = capsys.readouterr().err
     assert "target.model: needs " in told
     assert "141.11 GB for the target in bfloat16" in told
-    assert "spread over several devices cannot be run yet" in told
+    recipe = load(REAL["llama-3.3-70b"], arguments[1:])
+    needs = replace(measure_needs(recipe, TargetLoader(recipe.shared.target, need_weights=False)), memory=80 * 10**9)
+    assert not needs.fits
+    least = needs.least_processes
+    assert needs.spread(least).fits
+    assert not needs.spread(least - 1).fits
+    assert f"spread it over at least {least} processes: target.sharded=true" in needs.refusal()
     assert cli.run(["train", *arguments]) == cli.WRONG_INPUT
     assert "found no *.safetensors" in capsys.readouterr().err
 
@@ -111,3 +122,16 @@ def test_quantised_weights_take_what_their_files_take(arguments):
     (folder / "model.safetensors").write_bytes(b"0" * 1000)
     needs = measure_needs(recipe, TargetLoader(recipe.shared.target))
     assert set(needs.target.values()) == {1000}
+
+
+@pytest.mark.parametrize(("arguments", "options", "told"), PLANS, indirect=["arguments"])
+def test_figures_of_the_docs_are_those_that_plan_calculates(arguments, options, told, capsys):
+    assert cli.run(["plan", *arguments, *options.split()]) == 0
+    calculated = {" ".join(line.split()) for line in capsys.readouterr().out.splitlines()}
+    lines = [" ".join(line.split()) for line in told.splitlines() if line.strip()]
+    assert len(lines) > 5
+    assert [line for line in lines if line not in calculated] == []
+
+
+def test_the_docs_have_plans_for_a_dense_target_and_for_experts():
+    assert {name for name, *_ in PLANS} == {"llama-3.3-70b", "deepseek-v3"}

@@ -20,6 +20,7 @@ from headstart.heads.sampling import Sampling
 from headstart.heads.settings import TargetSettings
 from headstart.heads.store import Stage, open_stage, read_json
 from headstart.heads.target import TargetLoader, load_target
+from headstart.trainer.features import recorded_bytes
 from headstart.trainer.generation import Generator, Request
 from headstart.trainer.settings import TrafficSettings
 from headstart.trainer.traffic import make_traffic
@@ -142,6 +143,8 @@ def test_the_stage_records_every_split_and_is_reused(tmp_path):
     assert reader.dtype("nobody's") is None
     with pytest.raises(WrongInput, match="no features"):
         reader.get("nobody's")
+    written = sum(output["bytes"] for output in features.outputs.values())
+    assert recorded_bytes(traffic, loader, SETTINGS) == written
     # Complete stages are answered from their manifests: no weights are loaded.
     again = TargetLoader(replace(TINY, dtype="bfloat16"))
     again._load = None  # type: ignore[assignment,method-assign]

@@ -1,5 +1,6 @@
 """The features stage: taps and final states of every path, in packed shards, one for each chunk of traffic."""
 
+import json
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -10,7 +11,7 @@ import torch
 from headstart.heads.checkpoint import write_tensors
 from headstart.heads.errors import WrongInput
 from headstart.heads.features import write_metadata
-from headstart.heads.paths import SPLITS
+from headstart.heads.paths import SPLITS, read_part
 from headstart.heads.precision import DTYPES
 from headstart.heads.store import (
     MANIFEST,
@@ -105,6 +106,39 @@ def most_bytes(
     return sum(tokens.values()), size
 
 
+def recorded_bytes(traffic: Stage, load_target: TargetLoader, settings: TrafficSettings) -> int:
+    """Bytes of the features of replies that are all recorded: of their files, headers included."""
+    key = hash_json(features_inputs(load_target, traffic))
+    size = 0
+    for name in sorted(traffic.outputs):
+        if paths := list(read_part(traffic.folder / name)):
+            tokens = sum(len(path.token_N) - 1 for path in paths)
+            dtype = stored_dtype(paths[0].split, settings)
+            metadata = write_metadata([path.prompt_id for path in paths], load_target.taps, key)
+            size += shard_bytes(
+                tokens, len(paths), len(load_target.taps), load_target.facts.hidden_size, dtype, metadata
+            )
+    return size
+
+
+def shard_bytes(
+    num_tokens: int, num_paths: int, num_taps: int, width: int, dtype: torch.dtype, metadata: dict[str, str]
+) -> int:
+    """Bytes of a shard as safetensors writes it: the length of its header, the header in steps of 8 bytes, the tensors."""
+    name = {torch.bfloat16: "BF16", torch.float32: "F32"}[dtype]
+    shapes = {
+        "offsets": ("I64", [num_paths + 1], 8 * (num_paths + 1)),
+        "final": (name, [num_tokens, width], num_tokens * width * dtype.itemsize),
+        "taps": (name, [num_tokens, num_taps * width], num_tokens * num_taps * width * dtype.itemsize),
+    }
+    header: dict[str, Any] = {"__metadata__": metadata}
+    end = 0
+    for tensor, (kind, shape, size) in shapes.items():
+        header[tensor] = {"dtype": kind, "shape": shape, "data_offsets": [end, end + size]}
+        end += size
+    return 8 + -(-len(json.dumps(header, separators=(",", ":"))) // 8) * 8 + end
+
+
 def check_disk(
     features: Stage, prompts: Sequence[tuple[str, int]], settings: TrafficSettings, load_target: TargetLoader
 ) -> None:
@@ -131,14 +165,14 @@ def check_disk(
         )
 
 
-def write_shard(features: Stage, chunk: "Chunk", states: Mapping[str, States], taps: list[int]) -> None:
-    """Commit a chunk's features, by prompt id, in the precision it keeps."""
+def write_shard(features: Stage, chunk: "Chunk", states: Mapping[str, States], taps: list[int]) -> dict[str, Any]:
+    """Write a chunk's features, by prompt id, in the precision it keeps; the file that is to be committed."""
     prompt_ids = list(states)
     name = shard_name(chunk.number)
     with atomic_path(features.folder / name) as temporary:
         tensors = shard_tensors(list(states.values()), chunk.states_dtype)
         write_tensors(temporary, tensors, write_metadata(prompt_ids, taps, features.key))
-    features.record(name, len(prompt_ids))
+    return {name: features.describe(name, len(prompt_ids))}
 
 
 def shard_tensors(states: list[States], dtype: torch.dtype | None) -> dict[str, torch.Tensor]:

@@ -16,7 +16,7 @@ from headstart.trainer.features import finish, has
 from headstart.trainer.progress import Progress
 from headstart.trainer.prompts import read_prompts
 from headstart.trainer.settings import TrafficSettings
-from headstart.trainer.traffic import answer_chunks, num_requests, plan_chunks, traffic_inputs, write_part
+from headstart.trainer.traffic import answer_chunks, num_requests, plan_chunks, shares, traffic_inputs, write_part
 
 SPLIT = "heldout"
 
@@ -45,14 +45,15 @@ def make_heldout_traffic(
     if stage.complete:
         return stage
     remove_leftovers(stage.folder)
-    own = [prompt for prompt in read_prompts(prompts.folder) if prompt.split == SPLIT]
-    talks, _ = plan_conversations(load_target, own, settings)  # what is left out is so at every temperature
-    chunks = plan_chunks([prompt for prompt in own if prompt.prompt_id in talks], settings, keep_states=False)
+    asked = [prompt for prompt in read_prompts(prompts.folder) if prompt.split == SPLIT]
+    talks, _ = plan_conversations(load_target, asked, settings)  # what is left out is so at every temperature
+    chunks = plan_chunks([prompt for prompt in asked if prompt.prompt_id in talks], settings, keep_states=False)
     todo = [chunk for chunk in chunks if not has(stage, chunk.part)]
     progress = Progress(f"traffic at temperature {settings.temperature:g}", num_requests(todo, talks))
-    with closing(answer_chunks(load_target, stage, todo, talks, settings, seed, progress)) as answers:
-        for chunk, backend, answer in answers:
-            write_part(stage, chunk, answer.rows, settings, backend)
+    own = shares(todo, stage, load_target.dtype, settings)
+    with closing(answer_chunks(load_target, stage, own, talks, settings, seed, progress)) as answers:
+        for found in answers:
+            stage.put(write_part(stage, found, settings) if found else {})
     progress.finish()
     finish(stage)
     return stage

@@ -1,4 +1,4 @@
-"""The processes of one training: which of them this one is, and what they tell each other beside gradients."""
+"""The processes of one training: which of them this one is, and what they tell each other beside gradients and states."""
 
 import os
 import socket
@@ -38,6 +38,15 @@ class Ranks:
         if self.group is not None:
             with naming_the_lost():
                 dist.barrier(group=self.group)
+
+    @contextmanager
+    def first_before_others(self) -> Iterator[None]:
+        """Around what the first one may have to make for all of them."""
+        if not self.first:
+            self.wait()
+        yield
+        if self.first:
+            self.wait()
 
     def total(self, values: Tensor) -> Tensor:
         """Sum over all processes, in place."""

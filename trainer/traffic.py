@@ -2,9 +2,10 @@
 
 Conversations are answered turn by turn (`trainer/conversations.py`), or keep the replies that they bring
 (`trainer/recorded.py`), in fixed chunks of prompts. Servers that hold the target may answer training prompts
-(`trainer/served.py`); validation and held-out replies, by which heads are judged, are always made here. A chunk's features
-are committed before its traffic, so traffic that is there always has the features of the pass that read it, and a killed
-run repeats at most the chunk it was in. Features of other taps, asked for when the traffic is already there, are read back
+(`trainer/served.py`); validation and held-out replies, by which heads are judged, are always made here. Several processes
+deal the chunks out in rounds: each writes the files of its own, and the first one commits those of all. A chunk's features
+are committed before its traffic, so traffic that is there always has the features of the pass that read it, and a killed run
+repeats at most the chunks it was in. Features of other taps, asked for when the traffic is already there, are read back
 teacher-forced.
 """
 
@@ -38,6 +39,7 @@ from headstart.trainer.features import (
 from headstart.trainer.generation import Generator as ReplyGenerator
 from headstart.trainer.progress import Progress
 from headstart.trainer.prompts import read_prompts
+from headstart.trainer.ranks import Ranks
 from headstart.trainer.recorded import plan_traffic, read_recorded
 from headstart.trainer.served import AHEAD, Failed, Served, backend_name
 from headstart.trainer.settings import TrafficSettings
@@ -51,14 +53,26 @@ READ_PATHS = 64  # recorded paths that are read together
 class Answers:
     """What a chunk got."""
 
+    chunk: "Chunk"
+    backend: str = ""  # who gave the rows
     rows: list[Answered] = field(default_factory=list)
     states: dict[str, States] = field(default_factory=dict)  # by prompt id, in the order of the rows
     ended: Counter[str] = field(default_factory=Counter)  # why conversations ended before their last turn
 
     @classmethod
-    def of(cls, rows: list[Answered], ended: Counter[str] | None = None) -> "Answers":
+    def of(cls, chunk: "Chunk", backend: str, rows: list[Answered], ended: Counter[str] | None = None) -> "Answers":
         states = {row.request.prompt_id: row.reply.states for row in rows if row.reply.states is not None}
-        return cls(rows, states, ended or Counter())
+        return cls(chunk, backend, rows, states, ended or Counter())
+
+
+@dataclass(frozen=True)
+class Share:
+    """Chunks in a row that are answered in the same way, as far as this process answers them: one a round."""
+
+    dtype: str  # precision of the target here
+    served: bool  # whether servers answer
+    chunks: list["Chunk"]
+    num_rounds: int  # as many as a process has that has the most
 
 
 @dataclass(frozen=True)
@@ -81,93 +95,141 @@ def make_traffic(
     settings: TrafficSettings,
     root: FilePath,
     seed: int = 0,
+    ranks: Ranks | None = None,
 ) -> tuple[Stage, Stage]:
     """Answer all prompts of a prompts stage and keep the target's states; reuse and continue what is there.
 
     The train split is answered in the target's own precision, the others in `settings.eval_dtype`.
 
+    Args:
+        ranks: processes that share the work; all of them call this with the same arguments.
+
     Returns:
-        The traffic stage and the features stage, both complete.
+        The traffic stage and the features stage, both complete, as the first process knows them.
 
     Raises:
         WrongInput: too many requests that cannot be asked (before anything runs), or features that do not fit on the disk.
     """
-    traffic = open_stage(root, "traffic", traffic_inputs(load_target, prompts, settings, seed), seed)
-    traffic.forget_damaged()
-    inputs = features_inputs(load_target, traffic)
-    # Features of more taps serve where nothing is added to them: replies that are missing bring states of these taps only.
-    features = open_features(root, inputs, seed) if traffic.complete else open_stage(root, "features", inputs, seed)
-    features.forget_damaged()
+    ranks = ranks or Ranks()
+    with ranks.first_before_others():
+        traffic, features = open_stages(load_target, prompts, settings, root, seed, mend=ranks.first)
     if traffic.complete and features.complete:
         return traffic, features
-    remove_leftovers(traffic.folder)
-    remove_leftovers(features.folder)
     asked = read_prompts(prompts.folder)
     planned = plan_traffic(load_target, asked, settings)
     talks = planned.conversations
     print("".join(f"{line}\n" for line in planned.describe()), end="", flush=True)
-    planned.write(traffic.folder)
+    if ranks.first:
+        planned.write(traffic.folder)
     chunks = plan_chunks([prompt for prompt in asked if prompt.prompt_id in talks], settings)
     todo = [chunk for chunk in chunks if not has(traffic, chunk.part) or needs_features(features, chunk)]
     missing = [chunk for chunk in todo if needs_features(features, chunk)]
     check_disk(features, rows_of(missing, talks), settings, load_target)
-    progress = Progress("traffic", num_requests(todo, talks))
-    with closing(answer_chunks(load_target, traffic, todo, talks, settings, seed, progress)) as answers:
-        for chunk, backend, answer in answers:
-            if answer.states:
-                write_shard(features, chunk, answer.states, load_target.taps)
-            if answer.rows:
-                write_part(traffic, chunk, answer.rows, settings, backend)
+    own = shares(todo, traffic, load_target.dtype, settings, ranks)
+    progress = Progress("traffic", num_requests([chunk for share in own for chunk in share.chunks], talks))
+    with closing(answer_chunks(load_target, traffic, own, talks, settings, seed, progress, ranks)) as answers:
+        for found in answers:
+            commit(found, traffic, features, load_target.taps, settings, ranks)
     progress.finish()
-    finish(features)
-    finish(traffic)
+    if ranks.first:
+        finish(features)
+        finish(traffic)
     return traffic, features
+
+
+def open_stages(
+    load_target: TargetLoader, prompts: Stage, settings: TrafficSettings, root: FilePath, seed: int, mend: bool
+) -> tuple[Stage, Stage]:
+    """Traffic and features, begun, interrupted or complete; with `mend` what is damaged or left over is cleared away."""
+    traffic = open_stage(root, "traffic", traffic_inputs(load_target, prompts, settings, seed), seed)
+    if mend:
+        traffic.forget_damaged()
+    inputs = features_inputs(load_target, traffic)
+    # Features of more taps serve where nothing is added to them: replies that are missing bring states of these taps only.
+    features = open_features(root, inputs, seed) if traffic.complete else open_stage(root, "features", inputs, seed)
+    if mend:
+        features.forget_damaged()
+    if mend and not (traffic.complete and features.complete):
+        remove_leftovers(traffic.folder)
+        remove_leftovers(features.folder)
+    return traffic, features
+
+
+def shares(
+    todo: list[Chunk], traffic: Stage, dtype: str, settings: TrafficSettings, ranks: Ranks | None = None
+) -> list[Share]:
+    """What this process has to answer of the chunks that are left; `dtype` is the target's own precision."""
+    ranks = ranks or Ranks()
+
+    def how(chunk: Chunk) -> tuple[str, bool]:
+        train = chunk.split == "train"
+        served = train and settings.backend == "openai" and not has(traffic, chunk.part)
+        return dtype if train else settings.eval_dtype, served
+
+    return [
+        Share(*key, group[ranks.rank :: ranks.world], -(-len(group) // ranks.world))
+        for key, group in ((key, list(found)) for key, found in groupby(todo, how))
+    ]
 
 
 def answer_chunks(
     load_target: TargetLoader,
     traffic: Stage,
-    todo: list[Chunk],
+    own: Sequence[Share],
     talks: Mapping[str, Conversation],
     settings: TrafficSettings,
     seed: int,
     progress: Progress,
-) -> Generator[tuple[Chunk, str, Answers], None, None]:
-    """Every chunk in order with the backend that answered it, its rows and its states; close it to stop early."""
+    ranks: Ranks | None = None,
+) -> Generator[Answers | None, None, None]:
+    """This process's chunks in order, answered; None in a round in which it has none. Close it to stop early."""
+    ranks = ranks or Ranks()
     longest = longest_request(talks)
     if any(len(talk.turns) > 1 for talk in talks.values()):
         # The text of a reply may take more tokens in a history than the reply had.
         longest = max(longest, prompt_limit(load_target, settings))
     ended: Counter[str] = Counter()
-
-    def who(chunk: Chunk) -> tuple[str, bool]:
-        """The precision of the target here, and whether servers answer."""
-        train = chunk.split == "train"
-        served = train and settings.backend == "openai" and not has(traffic, chunk.part)
-        return load_target.dtype if train else settings.eval_dtype, served
-
-    for (dtype, served), group in groupby(todo, who):
-        target, own = load_target(dtype), list(group)
-        workers = num_workers(target, len(own))
+    for share in own:
+        target = load_target(share.dtype)
+        workers = num_workers(target, len(share.chunks))
         with ExitStack() as stack:
             servers, stop = None, progress.stop
-            if served:
-                failed = Failed(settings.server.max_failed, traffic, num_requests(own, talks))
+            if share.served:
+                failed = Failed(settings.server.max_failed, traffic, num_requests(share.chunks, talks))
                 servers = Served(target, settings, sampling_of(settings), seed, progress, failed)
                 stack.enter_context(servers)
-                servers.check([talks[prompt.prompt_id].requests[0] for prompt in own[0].prompts])
-                workers, stop = max(workers, min(AHEAD, len(own))), servers.stop
+                with target.together():
+                    if share.chunks:
+                        servers.check([talks[prompt.prompt_id].requests[0] for prompt in share.chunks[0].prompts])
+                stop = servers.stop
+                if not target.sharded:  # whose processes take turns: chunk by chunk, each in one thread
+                    workers = max(workers, min(AHEAD, len(share.chunks)))
 
             def make_worker(target: Target = target, servers: Served | None = servers) -> Callable[[Chunk], Answers]:
                 return Answerer(target, traffic, talks, settings, longest, seed, progress, servers)
 
-            answers = stack.enter_context(closing(in_order(own, make_worker, workers, stop)))
-            for chunk, answer in zip(own, answers, strict=True):
-                ended += answer.ended
-                kept = "recorded" if keeps_replies(chunk, settings) else "local"
-                yield chunk, backend_name(settings) if served else f"{kept}-{dtype}", answer
-    for reason, number in ended.most_common():
+            answers = stack.enter_context(closing(in_order(share.chunks, make_worker, workers, stop)))
+            for _ in range(share.num_rounds):
+                with target.together():
+                    answer = next(answers, None)
+                if answer is not None:
+                    ended += answer.ended
+                yield answer
+    everywhere: Counter[str] = sum(ranks.collect(ended), Counter())
+    for reason, number in everywhere.most_common():
         print(f"{number:,} conversations ended before their last turn: {reason}")
+
+
+def commit(
+    answers: Answers | None, traffic: Stage, features: Stage, taps: list[int], settings: TrafficSettings, ranks: Ranks
+) -> None:
+    """Write what a round gave here; the first process commits the files of all, a chunk's features before its traffic."""
+    shards = write_shard(features, answers.chunk, answers.states, taps) if answers and answers.states else {}
+    parts = write_part(traffic, answers, settings) if answers and answers.rows else {}
+    for theirs in ranks.collect((shards, parts)):
+        if ranks.first:
+            features.put(theirs[0])
+            traffic.put(theirs[1])
 
 
 class Answerer:
@@ -200,16 +262,20 @@ class Answerer:
     def __call__(self, chunk: Chunk) -> Answers:
         """Rows (none where they are written already) and states of every request of a chunk."""
         if has(self.traffic, chunk.part):
-            return Answers(states=dict(self._read(chunk)))
+            return Answers(chunk, states=dict(self._read(chunk)))
         talks = [self.talks[prompt.prompt_id] for prompt in chunk.prompts]
+        dtype = str(self.target.dtype).removeprefix("torch.")
         if keeps_replies(chunk, self.settings):
-            return Answers.of(read_recorded(self.target, talks, chunk.states_dtype, self.progress.add))
+            rows = read_recorded(self.target, talks, chunk.states_dtype, self.progress.add)
+            return Answers.of(chunk, f"recorded-{dtype}", rows)
         if self.servers is not None:
+            backend = backend_name(self.settings)
             ask = partial(self.servers.generate, states_dtype=chunk.states_dtype, chunk=chunk.number)
         else:
+            backend = f"local-{dtype}"
             self._generator = self._generator or self._make()
             ask = partial(self._generator.generate, states_dtype=chunk.states_dtype, progress=self.progress.add)
-        return Answers.of(*answer_turns(self.target, talks, self.settings, ask))
+        return Answers.of(chunk, backend, *answer_turns(self.target, talks, self.settings, ask))
 
     def _read(self, chunk: Chunk) -> Iterator[tuple[str, States]]:
         """States of a chunk whose rows are written, in its precision, a few paths at a time."""
@@ -282,21 +348,16 @@ def rows_of(chunks: Sequence[Chunk], talks: Mapping[str, Conversation]) -> list[
     ]
 
 
-def write_part(
-    traffic: Stage,
-    chunk: Chunk,
-    answered: Sequence[Answered],
-    settings: TrafficSettings,
-    backend: str,
-) -> None:
-    """Commit a chunk: one Parquet row per request."""
+def write_part(traffic: Stage, answers: Answers, settings: TrafficSettings) -> dict[str, Any]:
+    """Write a chunk, one Parquet row per request; the file that is to be committed."""
     import pyarrow as arrow
     import pyarrow.parquet as parquet
 
+    chunk = answers.chunk
     kept = keeps_replies(chunk, settings)
     sampling = json.dumps(UNKNOWN if kept else sampling_of(settings).to_dict())
     rows = []
-    for row in answered:
+    for row in answers.rows:
         prompt, prompt_ids, reply = row.prompt, row.request.token_ids, row.reply
         rows.append(
             {
@@ -311,7 +372,7 @@ def write_part(
                 "finish_reason": reply.finish_reason,
                 "stop_token_id": reply.token_ids[-1] if reply.finish_reason == "stop" else None,
                 "sampling": sampling,
-                "backend": backend,
+                "backend": answers.backend,
                 "chunk": chunk.number,
                 "conversation": row.conversation,
             }
@@ -327,4 +388,4 @@ def write_part(
     table = arrow.Table.from_pylist(rows, schema=arrow.schema(list(types.items())))
     with atomic_path(traffic.folder / chunk.part) as temporary:
         parquet.write_table(table, temporary)
-    traffic.record(chunk.part, len(rows))
+    return {chunk.part: traffic.describe(chunk.part, len(rows))}

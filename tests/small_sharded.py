@@ -1,0 +1,82 @@
+"""What two processes do for tests/test_sharded_target.py: `python -m tests.small_sharded laws FOLDER`, once for each."""
+
+import json
+import os
+import sys
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors.torch import save_file
+
+from headstart.heads.settings import TargetSettings
+from headstart.heads.sharded_target import load_sharded
+from headstart.heads.store import finished_stage
+from headstart.heads.target import TargetLoader
+from headstart.launch.processes import Processes, muted
+from headstart.trainer.ranks import joined
+from headstart.trainer.settings import TrafficSettings
+from headstart.trainer.traffic import make_traffic
+
+TRAFFIC = TrafficSettings(max_new_tokens=6, slots=2, chunk=2, temperature=1.0)
+BATCH_TOKENS = 64  # several passes
+
+
+def loader_of(model, taps=None):
+    return TargetLoader(TargetSettings(model=str(model), dtype="float32", device="cpu", attention="sdpa"), taps)
+
+
+def some_paths():
+    random = np.random.default_rng(3)
+    return [random.integers(3, 500, int(length)) for length in random.integers(2, 60, 9)]
+
+
+def read_some(target, rank):
+    """States of some paths on this rank: none on the second, then all dealt out, in passes of unlike number."""
+    paths = some_paths()
+    with target.together():
+        alone = target.read(paths[:5], BATCH_TOKENS) if rank == 0 else []
+    with target.together():
+        dealt = target.read(paths[rank::3], BATCH_TOKENS)
+    return {f"alone-{i}": x for i, x in enumerate(alone)} | {f"dealt-{rank + 3 * i}": x for i, x in enumerate(dealt)}
+
+
+def read(folder, ranks):
+    """Every target under FOLDER/targets: states, and what each rank holds."""
+    facts = {}
+    for model in sorted((folder / "targets").iterdir()):
+        loader = loader_of(model)
+        loader.load_by(partial(load_sharded, vote=ranks.any))
+        target = loader()
+        states = read_some(target, ranks.rank)
+        tensors = {name: torch.cat([x.taps, x.final], dim=1) for name, x in states.items()}
+        save_file(tensors, folder / f"{model.name}-{ranks.rank}.safetensors")
+        last = {name: float(tensor.double().sum()) for name, tensor in target.last_layer().items()}
+        facts[model.name] = {"held": target.held_bytes(), "last_layer": last}
+    (folder / f"facts-{ranks.rank}.json").write_text(json.dumps(facts))
+
+
+def traffic(folder, ranks):
+    """Replies and states, by a target that is spread and by one that is whole on each; then the states of other taps."""
+    for name in ("sharded", "whole"):
+        root = folder / name
+        prompts = finished_stage(next((root / ".stages").glob("prompts-*")))
+        for taps in (None, [0, 4]):
+            loader = loader_of("tiny", taps)
+            if name == "sharded":
+                loader.load_by(partial(load_sharded, vote=ranks.any))
+            make_traffic(loader, prompts, TRAFFIC, root, ranks=ranks)
+
+
+def laws(folder, ranks):
+    """All of it in one start, which takes longer than any of it."""
+    read(folder, ranks)
+    traffic(folder, ranks)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    folder, rank = Path(sys.argv[2]), int(os.environ["RANK"])
+    with muted(Processes(rank=rank)), joined(rank, int(os.environ["WORLD_SIZE"]), rank, "cpu") as ranks:
+        {"laws": laws}[sys.argv[1]](folder, ranks)
