@@ -49,7 +49,7 @@ def export_head(
     refuse_unservable(head, engine)
     dtype = export_dtype(export_settings.dtype, target.dtype)
     out = out or run / "export" / engine
-    evals = read_evals(run / "eval")
+    evals, source = read_evals(run / "eval"), resolve_model(target.facts.name)
     # Figures of another checkpoint never reach the card.
     measured = of_checkpoint(evals, identity)
     problems = [*unmeasured(evals, identity, eval_settings), *failures(measured, eval_settings)]
@@ -63,7 +63,8 @@ def export_head(
         "checkpoint": identity,
         "target": {
             "name": target.facts.name,
-            "folder": str(resolve_model(target.facts.name)),
+            "folder": str(source),
+            "dtype": stored_dtype(source),
             "fingerprint": target.facts.fingerprint,
         },
         "data": {
@@ -110,6 +111,13 @@ def contents(written: Path, head: Head, tensors: dict[str, Tensor]) -> dict[str,
         "tensors": {name: list(tensor.shape) for name, tensor in tensors.items()},
         "files": {name: hash_file(written / name) for name in ["config.json", *sorted(files)]},
     }
+
+
+def stored_dtype(target: Path) -> str | None:
+    """The precision that a target's config says its files have; it may be loaded in another."""
+    config = read_json(target / "config.json")
+    dtype: str | None = config.get("dtype") or config.get("torch_dtype")
+    return dtype
 
 
 def trained_length(run: Path) -> int | None:

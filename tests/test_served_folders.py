@@ -386,11 +386,12 @@ def test_engines_that_treat_the_first_slot_otherwise_get_no_mtp_layer(family, ab
 
 
 CARDS = [
-    (E, ["vllm"], ["its token embedding and its output layer", '"method":"eagle"']),
+    (E, ["vllm"], ["its token embedding and its output layer", '"method":"eagle"', '"$TARGET" --port 8000 --dtype float32']),
     (M, ["vllm"], ["token_map: their ids", '"method":"medusa"']),
     (T, ["vllm", "trtllm"], ["decoding_type: Eagle3", "--extra_llm_api_options"]),
     (D, ["vllm", "sglang", "trtllm", "llamacpp", "transformers"], [
         "Draft model for tiny", '"method":"draft_model"', "STANDALONE", "Draft_Target", "draft-simple", "assistant_model=",
+        '"$TARGET" --outtype f32', '"$HEAD" --outtype f32',
     ]),
     (OWN, ["vllm", "sglang"], ["algorithm NEXTN", '"method":"mtp"', "MiMo", "input_proj"]),
     (TUNED, ["vllm", "sglang", "trtllm"], ["decoding_type: MTP", "bit by bit", "mtp.layers.0.mlp.experts.*.up_proj.weight"]),

@@ -28,9 +28,12 @@ METHODS = {
 WHOLE = ("mtp",)
 BESIDE_TARGET = ("eagle3",)
 
+# A target in float32 files is said to be one: engines by themselves serve it in 16 bits, where it answers otherwise.
+OUTTYPES = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
+
 # The method is always named: left out, vLLM guesses it from the path.
 VLLM_DRAFTS = (
-    '"{target}" --port 8000 \\\n{loader}'
+    '"{target}" --port 8000{dtype} \\\n{loader}'
     '  --speculative-config \'{{"method":"{method}",{vllm_model}"num_speculative_tokens":{k}}}\''
 )
 VLLM = f"vllm serve {VLLM_DRAFTS}"
@@ -42,7 +45,7 @@ SERVE = {
     "speculators": [
         (
             "vLLM by this folder alone, which names its target, where that is a hub id (draft length as the config says):",
-            'vllm serve "$HEAD" --port 8000',
+            'vllm serve "$HEAD" --port 8000{dtype}',
         ),
         ("vLLM with a target that lies in a folder:", VLLM),
         ("vLLM's CPU build:", VLLM_CPU),
@@ -50,7 +53,7 @@ SERVE = {
     "sglang": [
         (
             "SGLang:",
-            'python -m sglang.launch_server --model-path "{target}" --speculative-algorithm {method} \\\n'
+            'python -m sglang.launch_server --model-path "{target}"{dtype} --speculative-algorithm {method} \\\n'
             '  --speculative-draft-model-path "$HEAD" --speculative-num-steps {k} --speculative-eagle-topk 1 \\\n'
             "  --speculative-num-draft-tokens {verify}",
         )
@@ -65,8 +68,8 @@ SERVE = {
     "llamacpp": [
         (
             "llama.cpp (`convert_hf_to_gguf.py` is in its source tree):",
-            'python convert_hf_to_gguf.py "{target}" --outfile target.gguf\n'
-            'python convert_hf_to_gguf.py "$HEAD"{beside} --outfile head.gguf\n'
+            'python convert_hf_to_gguf.py "{target}" --outtype {target_outtype} --outfile target.gguf\n'
+            'python convert_hf_to_gguf.py "$HEAD"{beside} --outtype {head_outtype} --outfile head.gguf\n'
             "llama-server --port 8080 -m target.gguf -md head.gguf \\\n"
             "  --spec-type {method} --spec-draft-n-max {k} --spec-draft-p-min 0",
         )
@@ -88,6 +91,7 @@ def serving_text(record: dict[str, Any]) -> str:
     whole = record["kind"] in WHOLE
     lines += ["", "The folder is the target and its head in one."] if whole else []
     methods, loader = METHODS[record["kind"]], loader_options(record)
+    stored = record["target"].get("dtype")  # older folders have none
     outputs = [tap - 1 for tap in record["taps"]]
     capture = f"  eagle3_layers_to_capture: {outputs}  # by their outputs\n" if outputs else ""
     values = {
@@ -96,6 +100,9 @@ def serving_text(record: dict[str, Any]) -> str:
         "target": "$HEAD" if whole else "$TARGET",
         "vllm_model": "" if whole else """"model":"'"$HEAD"'",""",
         "trtllm_model": "" if whole else f"  speculative_model: $HEAD\n{capture}",
+        "dtype": " --dtype float32" if stored == "float32" else "",
+        "target_outtype": OUTTYPES.get(stored, "auto"),
+        "head_outtype": OUTTYPES.get(record["dtype"], "auto"),
         "beside": ' --target-model-dir "$TARGET"' if record["kind"] in BESIDE_TARGET else "",
         "loader": f"  --model-loader-extra-config '{json.dumps(loader)}' \\\n" if loader else "",
     }
