@@ -92,7 +92,9 @@ def convert_to_gguf(llamacpp: LlamaCpp, folder: Path, out: Path, target: Path | 
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
     if done.returncode != 0:
         temporary.unlink(missing_ok=True)
-        raise WrongInput(f"llama.cpp could not convert {folder}:\n" + "\n".join(done.stdout.splitlines()[-12:]))
+        hint = "\nInstall what it imports: pip install -e '.[engines]'" if "ModuleNotFoundError" in done.stdout else ""
+        said = "\n".join(done.stdout.splitlines()[-12:])
+        raise WrongInput(f"llama.cpp's converter could not read {folder}:\n{said}{hint}")
     os.replace(temporary, out)
     return out
 
