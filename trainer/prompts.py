@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 BUILTIN = "builtin"
 STAGE_VERSION = 2
+READER_VERSION = 2  # raised where the same row of a file becomes another prompt; built-in prompts are not read from rows
 PROMPTS_FILE = "prompts.jsonl"
 VERDICTS_FILE = "verdicts.jsonl"
 
@@ -160,7 +161,7 @@ def prompt_inputs(
 
 def content_hash(name: str, base: Path, setting: str) -> str:
     if name != BUILTIN:
-        return source_hash(source_path(name, base, setting))
+        return hash_json([READER_VERSION, source_hash(source_path(name, base, setting))])
     if setting == "prompts.heldout":
         return hash_file(prompts_folder() / "heldout.jsonl")
     return hash_json([hash_file(file) for file in builtin_files()])
