@@ -18,6 +18,7 @@ import tempfile
 import threading
 import time
 from collections import Counter
+from itertools import islice
 from pathlib import Path
 
 import pyarrow.parquet as parquet
@@ -117,13 +118,13 @@ def settings_of(target: Path) -> TargetSettings:
 
 def short_prompts(loader: TargetLoader, number: int, num_talks: int) -> list[Prompt]:
     """Built-in prompts, conversations made of further ones, and a few held out, whose replies are always local."""
-    short = [prompt for prompt in builtin_prompts() if len(loader.render(prompt)) <= MAX_PROMPT]
-    alone, held, others = short[:number], short[number : number + 8], short[number + 8 :]
-    asked = [p.messages[0] for p in others if len(p.messages) == 1 and len(loader.render(p)) <= MAX_QUESTION]
+    short = (prompt for prompt in builtin_prompts() if len(loader.render(prompt)) <= MAX_PROMPT)
+    alone, held = list(islice(short, number)), list(islice(short, 8))
+    asked = (p.messages[0] for p in short if len(p.messages) == 1 and len(loader.render(p)) <= MAX_QUESTION)
     said = {"role": "assistant", "content": "Yes."}
     talks = []
-    for begin in range(0, num_talks * TURNS, TURNS):
-        *before, last = asked[begin : begin + TURNS]
+    for _ in range(num_talks):
+        *before, last = islice(asked, TURNS)
         talks.append(Prompt("talk", (*(turn for question in before for turn in (question, said)), last)))
     return [*alone, *talks, *(Prompt(p.route, p.messages, "heldout") for p in held)]
 

@@ -135,5 +135,12 @@ def read_part(file: FilePath) -> Iterator[Path]:
             logprob_N=np.asarray([np.nan if x is None else x for x in row["logprob"]], dtype=np.float32),
             finish_reason=row["finish_reason"],
             sampling=json.loads(row["sampling"]),
-            conversation=row.get("conversation") or "",
+            conversation=row.get("conversation") or opening(row),
         )
+
+
+def opening(row: dict[str, Any]) -> str:
+    """Id of a row's first request: tells turns of one conversation where a part has no column that names it."""
+    messages, kwargs = json.loads(row["messages"]), json.loads(row["template_kwargs"])
+    first = next((i for i, turn in enumerate(messages) if turn["role"] == "assistant"), len(messages))
+    return Prompt(row["route"], tuple(messages[:first]), template_kwargs=kwargs).prompt_id

@@ -6,12 +6,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from pyarrow.parquet import read_table
+from pyarrow.parquet import read_table, write_table
 
 from headstart.eval.heldout import check_paths
 from headstart.heads.errors import WrongInput
 from headstart.heads.features import FeatureReader
-from headstart.heads.paths import UNKNOWN, Prompt, count_cut, read_paths, trained_on
+from headstart.heads.paths import UNKNOWN, Prompt, count_cut, read_part, read_paths, trained_on
 from headstart.heads.target import TargetLoader
 from headstart.trainer.generation import Generator, Request
 from headstart.trainer.heldout_traffic import at_temperature, make_heldout_traffic
@@ -62,6 +62,14 @@ def test_the_target_answers_every_turn_with_its_own_replies_as_history(tmp_path,
             said = tiny_target.tokenizer.decode(reply.token_ids, skip_special_tokens=True)
             history += [turn("assistant", said.rstrip("\ufffd"))]  # a cut reply may end within a character
         assert "foreign words" not in row["messages"]
+    for name in sorted(hashes(traffic)):  # a part without the column tells them by how they open
+        table = read_table(traffic.folder / name)
+        write_table(table.drop_columns(["conversation"]), tmp_path / name)
+        told, opened = list(read_part(traffic.folder / name)), list(read_part(tmp_path / name))
+        assert len({path.conversation for path in opened}) == len({path.conversation for path in told})
+        assert len({(a.conversation, b.conversation) for a, b in zip(told, opened, strict=True)}) == len(
+            {path.conversation for path in told}
+        )
     last = replace(SETTINGS, replies="last")
     traffic, _ = make_traffic(TargetLoader(TINY), prompts_stage(tmp_path, talks), last, tmp_path)
     assert [json.loads(row["messages"]) for row in rows_of(traffic)] == [list(prompt.messages) for prompt in talks]

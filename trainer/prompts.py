@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 BUILTIN = "builtin"
 STAGE_VERSION = 2
-READER_VERSION = 2  # raised where the same row of a file becomes another prompt; built-in prompts are not read from rows
+READER_VERSION = 2  # raised where a row of a file becomes another prompt; built-in ones do not depend on it
 PROMPTS_FILE = "prompts.jsonl"
 VERDICTS_FILE = "verdicts.jsonl"
 
