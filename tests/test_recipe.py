@@ -106,6 +106,15 @@ BAD_RECIPES = [
     ("traffic: {top_p: 0}", ["traffic.top_p: found 0, expected more than 0 and at most 1"]),
     ("traffic: {top_p: 1.5}", ["traffic.top_p: found 1.5, expected more than 0 and at most 1"]),
     ("traffic: {top_p: 0.9}", ["traffic.top_p: found 0.9 with temperature 0: greedy replies take no filter"]),
+    (
+        "prompts:\n  roles: [my_model=assistant, bot, a=robot]\n  template_kwargs: [x=1, y, 2=3]",
+        [
+            "mine.yaml:2: prompts.roles[1]: found 'bot', expected NAME=ROLE",
+            "mine.yaml:2: prompts.roles[2]: found 'a=robot', expected NAME=ROLE: system, user, assistant or tool",
+            "mine.yaml:3: prompts.template_kwargs[1]: found 'y', expected NAME=VALUE",
+            "mine.yaml:3: prompts.template_kwargs[2]: found '2=3', expected NAME=VALUE",
+        ],
+    ),
     ("traffic: {temperature: hot, top_p: 0.9}", ["traffic.temperature: found 'hot', expected a number"]),
     ("head: {kind: medusa, num_heads: few}", ["head.num_heads: found 'few', expected a whole number"]),
     (

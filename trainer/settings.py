@@ -4,7 +4,25 @@ from dataclasses import dataclass, field
 from typing import Annotated, Literal
 from urllib.parse import urlsplit
 
-from headstart.heads.rules import Bounds, Conflicts, Count, NonNegative, PathText, Positive, PositiveShare, Share
+from headstart.heads.rules import (
+    Bounds,
+    Conflicts,
+    Count,
+    NonNegative,
+    PathText,
+    Pattern,
+    Positive,
+    PositiveShare,
+    Share,
+)
+
+RoleName = Annotated[
+    str,
+    Pattern(r"[^=]*[^=\s]\s*=\s*(system|user|assistant|tool)\s*", "NAME=ROLE: system, user, assistant or tool"),
+]
+TemplateValue = Annotated[
+    str, Pattern(r"\s*[^\W\d]\w*\s*=.*\S.*", "NAME=VALUE with a variable of the chat template (enable_thinking=false)")
+]
 
 
 @dataclass(frozen=True)
@@ -17,9 +35,9 @@ class PromptSettings:
     """Prompts that are only reported, never trained on or chosen by: `builtin` or a file."""
     routes: list[str] = field(default_factory=list)
     """Keep only these routes; empty keeps all."""
-    roles: list[str] = field(default_factory=list)
+    roles: list[RoleName] = field(default_factory=list)
     """Names that files use for roles, as NAME=ROLE (my_model=assistant); human and gpt are known."""
-    template_kwargs: list[str] = field(default_factory=list)
+    template_kwargs: list[TemplateValue] = field(default_factory=list)
     """Arguments of the chat template, as NAME=VALUE (enable_thinking=false); rows that say otherwise are skipped."""
     num_train: Count = 2000
     """Training prompts taken from the sources, balanced over routes; 0 takes all."""
