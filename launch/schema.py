@@ -234,6 +234,7 @@ class Builder:
         # A key may be misspelt, or right but in the wrong section: siblings first, then every key there is.
         near = nearest(name, [prefix + sibling for sibling in siblings])
         near = near or (None if owners else nearest(name, self.all_keys))
+        self.wrong.add(near or "")  # its value is not known either
         hint = f"did you mean {near}?" if near else f"expected one of {', '.join(siblings)}"
         wrong = f"a key of {', '.join(owners)} only" if owners else "unknown key"
         self._report(item.where, prefix + name, f"{wrong}; {hint}")

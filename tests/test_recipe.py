@@ -116,6 +116,7 @@ BAD_RECIPES = [
         ],
     ),
     ("traffic: {temperature: hot, top_p: 0.9}", ["traffic.temperature: found 'hot', expected a number"]),
+    ("head: {kind: medusa}\ntrain: {dept: 4}", ["mine.yaml:2: train.dept: unknown key; did you mean train.depth?"]),
     ("head: {kind: medusa, num_heads: few}", ["head.num_heads: found 'few', expected a whole number"]),
     (
         "traffic: {slots: 0, top_p: 0.9}\neval: {draft_lengths: [1, 2], concurrency: [x]}\nhead: {kind: medusa}",
