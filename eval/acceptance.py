@@ -298,13 +298,6 @@ def count_replies(replies: Sequence[ReplyAcceptance], draft_length: int) -> list
     return counts
 
 
-def offline_acceptance(
-    head: Head, batches: Iterable[Batch], draft_length: int, temperature: float = 0.0
-) -> list[PromptCounts]:
-    """What live decoding of these paths would accept, prompt by prompt: one rollout a batch and the recursion."""
-    return count_replies(reply_acceptance(head, batches, draft_length, temperature), draft_length)
-
-
 def accept_len_interval(
     counts: Sequence[PromptCounts],
     replicates: int = 2000,

@@ -323,6 +323,6 @@ def lookup_acceptance(paths: Sequence[Path], draft_length: int, drafter: LookupD
     return replies
 
 
-def ngram_acceptance(paths: Sequence[Path], draft_length: int, longest: int = 3) -> list[ReplyAcceptance]:
+def ngram_acceptance(paths: Sequence[Path], draft_length: int) -> list[ReplyAcceptance]:
     """Exact offline acceptance of n-gram lookup."""
-    return lookup_acceptance(paths, draft_length, NgramDrafter(longest))
+    return lookup_acceptance(paths, draft_length, NgramDrafter())

@@ -117,12 +117,11 @@ def read_sums(
     return sums_of(content, found[0], label)
 
 
-def read_lookup_sums(run: Path, draft_length: int, drafter: str = "ngram") -> PromptSums | None:
-    """The stored sums of a lookup drafter beside a run's head; None where it was not measured."""
+def read_lookup_sums(run: Path, draft_length: int) -> PromptSums | None:
+    """The stored sums of n-gram lookup beside a run's head; None where it was not measured."""
     content = read_eval(run / "eval" / PROMPTS_FILE)
-    wanted = (None, drafter, "greedy", draft_length)
-    rows = [row for row in content["rows"] if row_key(row) == wanted]
-    return sums_of(content, rows[0], drafter) if rows else None
+    rows = [row for row in content["rows"] if row_key(row) == (None, "ngram", "greedy", draft_length)]
+    return sums_of(content, rows[0], "ngram") if rows else None
 
 
 def sums_of(content: dict[str, Any], row: dict[str, Any], label: str) -> PromptSums:

@@ -45,7 +45,7 @@ def build_head(settings: HeadSettings, facts: TargetFacts, draft_ids_V: torch.Te
     return KINDS[settings.kind].form(settings)(settings, facts, draft_ids_V)
 
 
-def save_head(folder: Path, head: Head, step: int, extra: dict[str, Any] | None = None) -> None:
+def save_head(folder: Path, head: Head, step: int) -> None:
     """Write the head into an existing folder; each file whole or not at all."""
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in head.trained_tensors().items()}
     tensors["draft_ids"] = head.draft_ids_V.cpu()
@@ -62,12 +62,11 @@ def save_head(folder: Path, head: Head, step: int, extra: dict[str, Any] | None 
             **({"base": head.base.to_dict()} if head.base else {}),
             "taps": head.taps,
             "draft_ids_sha256": hash_ids(head.draft_ids_V.cpu().numpy()),
-            **(extra or {}),
         },
     )
 
 
-def load_head(folder: Path, target: Any, check_fingerprint: bool = True) -> Head:
+def load_head(folder: Path, target: Any) -> Head:
     """Rebuild a saved head and attach it to its target.
 
     Raises:
@@ -75,8 +74,7 @@ def load_head(folder: Path, target: Any, check_fingerprint: bool = True) -> Head
             one, or a target other than the one the head was trained for.
     """
     description = read_description(folder)
-    if check_fingerprint:
-        check_target(folder, target.facts)
+    check_target(folder, target.facts)
     facts = TargetFacts.from_dict(description["target"])
     tensors = read_tensors(folder / WEIGHTS)
     draft_ids_V = tensors.pop("draft_ids", torch.empty(0, dtype=torch.int64))
