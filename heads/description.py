@@ -26,7 +26,10 @@ def read_description(folder: Path) -> dict[str, Any]:
     if lacking:
         raise WrongInput(f"{file}: found no {', '.join(lacking)}; it is damaged. Use another checkpoint of the run.")
     if description["kind"] not in HEADS:
-        raise WrongInput(f"{folder}: head kind {description['kind']!r}; this version knows {', '.join(HEADS)}.")
+        raise WrongInput(
+            f"{folder}: found a head of kind {description['kind']!r}, expected one of {', '.join(HEADS)}.\n"
+            "Load it with the version of headstart that trained it, or train again."
+        )
     known = {field.name for field in fields(HEADS[description["kind"]])}
     if unknown := sorted(description["settings"].keys() - known):
         raise WrongInput(

@@ -69,7 +69,8 @@ class Rotary:
         self.kind = facts.rope_parameters.get("rope_type", "default")
         if self.kind not in ROPE_TYPES:
             raise WrongInput(
-                f"target {facts.name!r} uses rotary type {self.kind!r}; heads of this kind support {', '.join(ROPE_TYPES)}."
+                f"target {facts.name!r}: found rotary type {self.kind!r}, expected {', '.join(ROPE_TYPES)} for a head with "
+                "attention of its own.\nTrain a kind without (medusa, hydra, mlp), or choose another target."
             )
         self.facts = facts
         self.table: tuple[Tensor, Tensor] | None = None  # cos, sin [L, head_dim], float32
