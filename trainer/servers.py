@@ -74,7 +74,7 @@ class Connection:
         self.url, self.timeout, self._prefix, self._key = url, timeout, parts.path, api_key()
         self._over = False
         kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
-        self._connection = kind(parts.hostname, parts.port, timeout=timeout)
+        self._connection = kind(parts.hostname or "", parts.port, timeout=timeout)
 
     def call(self, path: str, payload: dict[str, Any] | None = None) -> Any:
         """POST JSON (GET without a payload) and return the JSON of the answer.
