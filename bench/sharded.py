@@ -86,7 +86,7 @@ def measure(folder: Path, out: Path) -> None:
         target = loader()
         loaded = status("VmHWM") - before
         with target.together():
-            states = target.read(paths, batch_tokens=PATH_TOKENS)
+            states = target.read(paths)
         peaks = {"loading": loaded, "in all": status("VmHWM") - before}
         held = target.held_bytes() if target.sharded else {}
         out.with_suffix(f".{rank}.json").write_text(json.dumps({**peaks, "held": held}))

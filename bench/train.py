@@ -58,8 +58,8 @@ def recorded_lengths(folder: FilePath) -> list[tuple[int, int]]:
 
 def measure(dtype: str, lengths: list[tuple[int, int]], warmup: int, steps: int, loss: str, kind: str) -> str:
     """One line of the table."""
+    from headstart.heads.memory import keep_freed_memory
     from headstart.trainer.loop import optimizer_step
-    from headstart.trainer.memory import keep_freed_memory
 
     keep_freed_memory()
     job = make_job(dtype, lengths, warmup + steps, loss, kind)

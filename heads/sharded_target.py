@@ -18,6 +18,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from headstart.heads.cache import PositionCache
+from headstart.heads.memory import return_freed_memory
 from headstart.heads.model_files import decoder_layers
 from headstart.heads.precision import DTYPES
 from headstart.heads.target import States, Target, TargetLoader, choose_device
@@ -91,6 +92,7 @@ def load_sharded(loader: TargetLoader, dtype: str, vote: Vote) -> ShardedTarget:
         WrongInput: weights that are missing, misshapen or quantised, or a failed probe.
     """
     settings, facts, device = loader.settings, loader.facts, choose_device(loader.settings.device)
+    return_freed_memory()  # of layers, after each has computed
     attention = {} if settings.attention == "auto" else {"attn_implementation": settings.attention}
     model = empty_model(facts.name, loader.folder, dtype=DTYPES[dtype], **attention)
     files = WeightFiles(facts.name, loader.folder, model)

@@ -15,6 +15,7 @@ from torch import Tensor
 from headstart.eval.acceptance import acceptance_row, count_replies, reply_acceptance
 from headstart.heads.contract import Head
 from headstart.heads.errors import TrainingFailed, WrongInput
+from headstart.heads.memory import keep_freed_memory
 from headstart.heads.paths import conversations
 from headstart.heads.precision import Precision, choose_precision
 from headstart.heads.vocabulary import hash_ids
@@ -33,7 +34,6 @@ from headstart.trainer.data import EvaluationRows, TrainingRows
 from headstart.trainer.faults import FAULTS, save_batches
 from headstart.trainer.interruption import interruption
 from headstart.trainer.losses import PairSums, Teacher
-from headstart.trainer.memory import keep_freed_memory
 from headstart.trainer.metrics import METRICS, MetricsFile, Window
 from headstart.trainer.optim import learning_rate
 from headstart.trainer.ranks import Ranks, naming_the_lost, refuse_differences

@@ -3,8 +3,8 @@
 import statistics
 import time
 
+from headstart.heads.memory import keep_freed_memory
 from headstart.trainer.loop import Job, optimizer_step
-from headstart.trainer.memory import keep_freed_memory
 
 UNTIMED = 2  # first steps meet new shapes and empty caches
 
