@@ -144,8 +144,9 @@ def test_turns_that_a_conversation_did_not_reach_at_another_temperature_are_coun
             parts=("offline",),
             tell=told.append,
         )
-        rows = [row for row in read_evals(run / "eval")["acceptance"]["other_rows"] if row["temperature"] == 1.0]
-        return {row["num_prompts"] for row in rows if row["route"] == row["context"] == "all"}
+        rows = [row for row in read_evals(run / "eval")["acceptance"]["other_rows"] if row["source"] == "offline"]
+        whole = [row for row in rows if row["route"] == row["context"] == "all"]
+        return {row["num_prompts"] for row in whole if row["temperature"] == 1.0}
 
     assert measured([recorded[1.0][2:]]) == {5}
     assert any(line.startswith("2 of 7 turns are left out there") for line in told)
