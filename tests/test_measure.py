@@ -226,7 +226,7 @@ def test_a_failed_check_stays_until_the_same_check_passes(tiny_target, measured,
     failed = {**before["checks"][0], "draft_length": 7, "verdict": "fail"}
     file.write_text(json.dumps({**before, "verdict": "lossy", "checks": [*before["checks"], failed]}))
     tell: list[str] = []
-    measure_again = partial(evaluate, lambda dtype: tiny_target, measured, recorded, folder=tmp_path / "eval")
+    measure_again = partial(evaluate, lambda dtype: tiny_target, measured, Heldout(recorded), folder=tmp_path / "eval")
     measure_again(settings=SETTINGS, parts=["live"], tell=tell.append)
     assert read_json(file)["verdict"] == "lossy"
     assert any("until the same check passes" in line and "draft length 7" in line for line in tell)

@@ -4,6 +4,7 @@ import hashlib
 import json
 import random
 from collections import Counter
+from itertools import islice
 from pathlib import Path
 
 import pyarrow
@@ -99,7 +100,7 @@ def test_builtin_prompts_are_the_same_every_time_and_no_two_say_the_same():
 
 def test_the_first_2000_builtin_prompts_hold_every_pattern_and_few_siblings():
     for route, templates in load_templates().items():
-        first = list(route_prompts(templates, 250))
+        first = list(islice(route_prompts(templates), 250))
         assert 2 * len(templates.patterns) <= len(first), route
         index, siblings = NearIndex(), 0
         for prompt in first:
