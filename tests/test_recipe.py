@@ -1,9 +1,9 @@
 """A recipe is checked whole: every problem at once, with place, dotted path and the nearest key."""
 
-from pathlib import dataclasses
+import dataclasses
+from pathlib import Path
 from typing import get_args, get_type_hints
 
-import Path
 import pytest
 
 from headstart.heads.errors import WrongInput
