@@ -126,14 +126,13 @@ def test_a_problem_of_shared_settings_names_the_variants_that_have_it(tmp_path: 
     (reported,) = problems_of(path)
     assert reported.startswith("mine.yaml:4: train.depth: found 3, expected head.num_heads = 2")
     assert reported.endswith("(variant medusa)")
+    path = write(tmp_path, TWO)
     (reported,) = problems_of(path, "head.fc_norm=true")
     assert "head.fc_norm: a key of eagle3 only" in reported
     assert reported.endswith("(variant medusa)")
     (reported,) = problems_of(path, "eval.replicates=none")
     assert reported.endswith("eval.replicates: found 'none', expected a whole number")
-    assert (
-        "expected 0: heads that stop at other numbers" in problems_of(write(tmp_path, TWO), "eval.stop_at_width=0.1")[0]
-    )
+    assert "expected 0: heads that stop at other numbers" in problems_of(path, "eval.stop_at_width=0.1")[0]
 
 
 def test_variants_are_checked_against_the_target_and_features_hold_the_taps_of_all(tmp_path: Path) -> None:
