@@ -4,7 +4,6 @@ import dataclasses
 import json
 import math
 import shutil
-from functools import partial
 
 import pytest
 import torch
@@ -98,6 +97,14 @@ def measured(tiny_target, recorded, tmp_path_factory):
     return folder
 
 
+def measure_again(target, run, paths, settings, part, folder=None):
+    """One part alone, with what it tells."""
+    told: list[str] = []
+    folder = folder or run / "eval"
+    evaluate(lambda dtype: target, run, Heldout(paths), settings, folder, parts=[part], tell=told.append)
+    return told
+
+
 def keys_in_order(value, expected):
     return [key for key in value if key in expected] == expected
 
@@ -170,30 +177,13 @@ def test_a_part_measured_again_keeps_the_rest(tiny_target, measured, recorded):
     before["rows"].append(engine_row)
     (measured / "eval" / "acceptance.json").write_text(json.dumps(before))
     quick = dataclasses.replace(SETTINGS, ngram=False)
-    tell: list[str] = []
-    evaluate(
-        lambda dtype: tiny_target,
-        measured,
-        Heldout(recorded),
-        quick,
-        measured / "eval",
-        parts=["live"],
-        tell=tell.append,
-    )
+    told = measure_again(tiny_target, measured, recorded, quick, "live")
     after = read_json(measured / "eval" / "acceptance.json")
     assert engine_row in after["rows"]
     assert len(after["rows"]) == len(before["rows"])
     assert len(read_json(measured / "eval" / "lossless.json")["checks"]) == 6
-    assert "lossless: lossless" in tell[-1]
-    evaluate(
-        lambda dtype: tiny_target,
-        measured,
-        Heldout(recorded),
-        quick,
-        measured / "eval",
-        parts=["offline"],
-        tell=tell.append,
-    )
+    assert "lossless: lossless" in told[-1]
+    measure_again(tiny_target, measured, recorded, quick, "offline")
     assert read_json(measured / "eval" / "acceptance.json")["live_agreement"] == after["live_agreement"]
 
 
@@ -201,16 +191,7 @@ def test_a_certificate_alone_leaves_every_other_figure(tiny_target, measured, re
     shutil.copytree(measured / "eval", tmp_path / "eval")
     before = {file.name: file.read_bytes() for file in (tmp_path / "eval").iterdir()}
     few = dataclasses.replace(SETTINGS, lossless_samples=64, lossless_tokens=64)
-    told: list[str] = []
-    evaluate(
-        lambda dtype: tiny_target,
-        measured,
-        Heldout(recorded),
-        few,
-        tmp_path / "eval",
-        parts=["lossless"],
-        tell=told.append,
-    )
+    measure_again(tiny_target, measured, recorded, few, "lossless", tmp_path / "eval")
     changed = {file.name for file in (tmp_path / "eval").iterdir() if file.read_bytes() != before.get(file.name)}
     assert changed == {"lossless.json"}
     lossless = read_json(tmp_path / "eval" / "lossless.json")
@@ -225,13 +206,11 @@ def test_a_failed_check_stays_until_the_same_check_passes(tiny_target, measured,
     before = read_json(file)
     failed = {**before["checks"][0], "draft_length": 7, "verdict": "fail"}
     file.write_text(json.dumps({**before, "verdict": "lossy", "checks": [*before["checks"], failed]}))
-    tell: list[str] = []
-    measure_again = partial(evaluate, lambda dtype: tiny_target, measured, Heldout(recorded), folder=tmp_path / "eval")
-    measure_again(settings=SETTINGS, parts=["live"], tell=tell.append)
+    told = measure_again(tiny_target, measured, recorded, SETTINGS, "live", tmp_path / "eval")
     assert read_json(file)["verdict"] == "lossy"
-    assert any("until the same check passes" in line and "draft length 7" in line for line in tell)
+    assert any("until the same check passes" in line and "draft length 7" in line for line in told)
     again = dataclasses.replace(SETTINGS, draft_lengths=[7], draft_length=7)
-    measure_again(settings=again, parts=["live"], tell=tell.append)
+    measure_again(tiny_target, measured, recorded, again, "live", tmp_path / "eval")
     assert read_json(file)["verdict"] == "lossless"
 
 
