@@ -128,8 +128,8 @@ class RandomFeatures:
     def __init__(self) -> None:
         self.states: dict[str, Any] = {}
 
-    def get(self, prompt_id: str) -> Any:
-        return self.states[prompt_id]
+    def of(self, paths: Any) -> Any:
+        return [self.states[path.prompt_id] for path in paths]
 
 
 def random_paths(lengths: list[tuple[int, int]]) -> Any:

@@ -97,7 +97,7 @@ def pack(rows: list[tuple[Path, Tensor, Tensor]], num_slots: int | None = None) 
 
     def joined(parts: list[Tensor], fill: float) -> Tensor:
         if filler:
-            parts = [*parts, torch.full((filler, *parts[0].shape[1:]), fill, dtype=parts[0].dtype)]
+            parts = [*parts, parts[0].new_full((filler, *parts[0].shape[1:]), fill)]
         return torch.cat(parts)
 
     paths = [path for path, _, _ in rows]

@@ -14,6 +14,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from headstart.heads.errors import WrongInput
+from headstart.heads.paths import Path as ReplyPath
 from headstart.heads.store import finished_stage
 
 # safetensors orders metadata keys by hash, so everything goes into one key and files stay bit-equal.
@@ -82,6 +83,10 @@ class FeatureReader:
         if self._columns:
             taps_SF = torch.cat([taps_SF[:, columns] for columns in self._columns], dim=1)
         return taps_SF, self._final[shard][begin:end]
+
+    def of(self, paths: Sequence[ReplyPath]) -> list[tuple[Tensor, Tensor]]:
+        """As `get`, for several paths."""
+        return [self.get(path.prompt_id) for path in paths]
 
     def _choose(self, stored: list[int], width: int) -> list[slice]:
         """Columns of the taps that are read."""

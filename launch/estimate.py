@@ -7,7 +7,8 @@ takes as long as its slowest part, so the hours are those of a pipeline without 
     P   parameters of the layers, of experts those that a token meets     H, V   width of the target, draft vocabulary
     read        a pass of T tokens a process: 2 P T products, all layers through memory, and, of a sharded target, over links
     reply       a step of B replies a process: the same with T = B
-    train       a token: 6 x (trained parameters) x depth products, 2 H V of the teacher's logits, its stored states read
+    train       a token: 6 x (trained parameters) x depth products, 2 H V of the teacher's logits, its stored states read;
+                with `features.mode: stream` none are, and a pass of each micro-batch comes before it
 """
 
 import math
@@ -64,6 +65,9 @@ class Work:
     sharded: bool
     head_ops: int  # of a training token
     token_bytes: int  # of its states
+    streams: bool  # whether training lets the target read its tokens
+    step_tokens: int  # of a micro-batch of a process
+    stored_bytes: int  # of all states that are stored
 
 
 @dataclass(frozen=True)
@@ -78,21 +82,32 @@ class Stage:
         return f"{hours:,.1f} h" if hours >= 1 else f"{hours * 60:,.1f} min"
 
 
-def work_of(recipe: Recipe, target: TargetLoader, needs: Needs, tokens: int, reply_tokens: int) -> Work:
-    """The work of a recipe whose traffic has so many tokens; of its heads, the largest."""
+def work_of(
+    recipe: Recipe, target: TargetLoader, needs: Needs, tokens: int, reply_tokens: int, stored: int | None
+) -> Work:
+    """The work of a recipe whose traffic has so many tokens; of its heads, the largest.
+
+    Args:
+        stored: bytes of the states that are stored where not those of all tokens are.
+    """
     facts, train = target.facts, recipe.train
     vocabulary = recipe.head.draft_vocab_size or facts.num_tokens
+    pass_tokens = (ShardedTarget if recipe.target.sharded else Target).pass_tokens
+    each = token_bytes(target, stored_dtype("train", recipe.traffic))
     return Work(
         tokens=tokens,
         reply_tokens=reply_tokens,
         trained_tokens=train.num_steps * train.batch_tokens,
-        pass_tokens=(ShardedTarget if recipe.target.sharded else Target).pass_tokens,
+        pass_tokens=pass_tokens,
         slots=recipe.traffic.slots,
         layer_ops=2 * needs.counted.active_layers,
         layer_bytes=round(needs.counted.layers * needs.bytes_each),
         sharded=recipe.target.sharded,
         head_ops=6 * needs.num_trained * train.depth + 2 * facts.hidden_size * vocabulary,
-        token_bytes=token_bytes(target, stored_dtype("train", recipe.traffic)),
+        token_bytes=each,
+        streams=stored is not None,
+        step_tokens=min(max(train.batch_tokens // (train.accumulate * needs.num_processes), 1), pass_tokens),
+        stored_bytes=tokens * each if stored is None else stored,
     )
 
 
@@ -111,9 +126,17 @@ def passing(work: Work, machine: Machine, tokens: int, written: int) -> Stage:
 
 
 def training(work: Work, machine: Machine) -> Stage:
-    tokens = machine.processes
-    products = work.head_ops / (machine.tflops * 1e12)
-    return slowest(tokens, {"products": products, "disk": tokens * work.token_bytes / (machine.disk * 1e9)})
+    """Steps on states that are stored, or that the target gives before each micro-batch."""
+    tokens, products = machine.processes, work.head_ops / (machine.tflops * 1e12)
+    if not work.streams:
+        return slowest(tokens, {"products": products, "disk": tokens * work.token_bytes / (machine.disk * 1e9)})
+    head, read = slowest(tokens, {"products": products}), streaming(work, machine)
+    return Stage(1 / (1 / head.rate + 1 / read.rate), min(head, read, key=lambda stage: stage.rate).bound)
+
+
+def streaming(work: Work, machine: Machine) -> Stage:
+    """The target's passes inside training, a micro-batch each."""
+    return passing(work, machine, work.step_tokens, 0)
 
 
 def slowest(tokens: int, seconds: dict[str, float]) -> Stage:
@@ -123,15 +146,18 @@ def slowest(tokens: int, seconds: dict[str, float]) -> Stage:
 
 def time_rows(work: Work, machine: Machine) -> list[Row]:
     """The table of a plan: stage, hours, tokens a second and what bounds them."""
-    reply = passing(work, machine, work.slots, work.token_bytes)
-    read = passing(work, machine, work.pass_tokens, work.token_bytes)
+    written = 0 if work.streams else work.token_bytes
+    reply = passing(work, machine, work.slots, written)
+    read = passing(work, machine, work.pass_tokens, written)
     train = training(work, machine)
+    passes = f", passes of {work.step_tokens:,} tokens a process included" if work.streams else ""
+    most = "at most, of validation and held-out replies" if work.streams else f"states of {work.tokens:,} tokens"
     return [
         ("on", "", machine.describe()),
         ("replies", reply.hours(work.reply_tokens), f"{told(reply)}, if the target answers here"),
         ("states", read.hours(work.tokens), f"{told(read)}, if servers answer and it only reads"),
-        ("train", train.hours(work.trained_tokens), told(train)),
-        ("stored", gigabytes(work.tokens * work.token_bytes), f"states of {work.tokens:,} tokens"),
+        ("train", train.hours(work.trained_tokens), told(train) + passes),
+        ("stored", gigabytes(work.stored_bytes), most),
         ("cache pays", break_even(work, machine), "epochs from which on reading states is faster than computing them"),
     ]
 
@@ -141,12 +167,12 @@ def told(stage: Stage) -> str:
 
 
 def break_even(work: Work, machine: Machine) -> str:
-    """Computing costs a pass an epoch; storing costs a pass, writing, and reading an epoch."""
-    compute = 1 / passing(work, machine, work.pass_tokens, 0).rate
+    """Computing costs a micro-batch's pass an epoch; storing costs a long pass, writing, and reading an epoch."""
+    compute, store = 1 / streaming(work, machine).rate, 1 / passing(work, machine, work.pass_tokens, 0).rate
     move = work.token_bytes / (machine.disk * 1e9)
     if compute <= move:
         return "never"
-    return f"{math.ceil((compute + move) / (compute - move)):,}"
+    return f"{math.ceil((store + move) / (compute - move)):,}"
 
 
 def measure_machine(target: TargetLoader, needs: Needs, root: Path, given: dict[str, float]) -> Machine:

@@ -38,13 +38,15 @@ class Needs:
     memory: int | None  # what a process has of the device; None where it does not tell
     sharded: bool = False  # whether the target's layers are spread over the processes
     num_processes: int = 1
+    streams: bool = False  # whether the layers stay while a head is trained, for its states
 
     @property
     def total(self) -> int:
         """Replies are generated before a head is trained; what of the target stays for that depends on where it lies."""
         if not self.sharded:
             return max(self.target.values()) + max(self.cache, self.head)
-        return self.ends + max(self.own_layers + self.gathered + self.cache, self.head)
+        layers = self.own_layers + self.gathered
+        return self.ends + max(layers + self.cache, layers + self.head if self.streams else self.head)
 
     @property
     def fits(self) -> bool:
@@ -117,6 +119,7 @@ def measure_needs(loaded: Loaded, target: TargetLoader, processes: Processes | N
         memory=memory,
         sharded=recipe.target.sharded,
         num_processes=processes.world_size,
+        streams=recipe.features.mode != "cache",  # auto is not decided yet
     )
 
 

@@ -1,6 +1,5 @@
 """What training a recipe would do: derived values with reasons, stages that run or are reused, disk."""
 
-import shutil
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -15,9 +14,18 @@ from headstart.launch.estimate import measure_machine, time_rows, work_of
 from headstart.launch.needs import Needs, Row, measure_needs, memory_rows
 from headstart.launch.run import RunFolder
 from headstart.launch.settings import Recipe
+from headstart.launch.storing import choose_mode
 from headstart.launch.variants import Loaded
 from headstart.trainer.checkpoint import pointed
-from headstart.trainer.features import features_inputs, find_features, gigabytes, most_bytes, recorded_bytes
+from headstart.trainer.features import (
+    expected_bytes,
+    features_inputs,
+    find_features,
+    free_bytes,
+    gigabytes,
+    most_bytes,
+    stored_splits,
+)
 from headstart.trainer.prompts import prompt_inputs
 from headstart.trainer.served import backend_name
 from headstart.trainer.traffic import traffic_inputs
@@ -38,21 +46,23 @@ def print_plan(loaded: Loaded, path: Path, checked: Checked, threads: str, asked
     """Print the plan of a checked recipe; with `asked` also how long its stages take there."""
     recipe, run = loaded.shared, run_folder(loaded.shared)
     number, _, reason = threads.partition(" ")
-    rows = [("threads", number, reason.strip("()")), *derived(loaded, checked)]
+    planned = unopened_stages(recipe, path, checked, run)
+    mode, why = choose_mode(recipe, run, checked.target, planned[1], checked.planned.rows)
+    rows = [("threads", number, reason.strip("()")), *derived(loaded, checked), ("features.mode", mode, why)]
     for name, own in loaded.recipes.items():
         rows += of_variant(name, derived_of_head(own, checked, checked.starts.get(name)))
     table("derived", rows)
     told = [*checked.prompts.describe().splitlines(), *checked.planned.describe()]
     table("prompts", [(line, "", "") for line in told])
-    rows = stages(recipe, path, checked, run)
+    rows = stages(planned, mode, checked, run)
     for name, own in loaded.recipes.items():
         rows += of_variant(name, head_stages(own, run_folder(own)))
     table("stages", rows)
-    needs = measure_needs(loaded, checked.target)
+    needs = replace(measure_needs(loaded, checked.target), streams=mode == "stream")
     if asked is not None:
         needs = replace(needs, num_processes=asked.processes)
     table("memory", memory_rows(needs))
-    table("disk", disk(recipe, path, checked, run))
+    table("disk", disk(recipe, planned[1], mode, checked, run))
     if asked is not None:
         table("time", times(recipe, checked, needs, run, asked))
 
@@ -62,9 +72,13 @@ def times(recipe: Recipe, checked: Checked, needs: Needs, run: RunFolder, asked:
     longest, limit = recipe.traffic.max_new_tokens, recipe.traffic.max_prompt_tokens
     tokens, reply_tokens = asked.tokens, asked.tokens * longest // (limit + longest)
     if not tokens:
-        prompts = [kept for _, kept in rows_to_come(checked)]
+        prompts = [kept for _, kept in checked.planned.rows()]
         tokens, reply_tokens = sum(prompts) + len(prompts) * longest, len(prompts) * longest
-    work = work_of(recipe, checked.target, needs, tokens, reply_tokens)
+    stored = None
+    if needs.streams:
+        rows = [(split, limit if asked.tokens else kept) for split, kept in checked.planned.rows() if split != "train"]
+        _, stored = most_bytes(rows, recipe.traffic, checked.target)
+    work = work_of(recipe, checked.target, needs, tokens, reply_tokens, stored)
     return time_rows(work, measure_machine(checked.target, needs, run.root, asked.rates))
 
 
@@ -114,11 +128,10 @@ def derived_of_head(recipe: Recipe, checked: Checked, start: Start | None) -> li
     ]
 
 
-def stages(recipe: Recipe, path: Path, checked: Checked, run: RunFolder) -> list[Row]:
+def stages(planned: tuple[Stage, Stage], mode: str, checked: Checked, run: RunFolder) -> list[Row]:
     """Each stage before training with its key, and whether it is reused, continued or run."""
-    prompts, traffic = unopened_stages(recipe, path, checked)
-    features = features_inputs(checked.target, traffic)
-    folders = [stage_folder(run.root, name, stage.key) for name, stage in (("prompts", prompts), ("traffic", traffic))]
+    features = features_inputs(checked.target, planned[1], stored_splits(mode))
+    folders = [stage.folder for stage in planned]
     folders.append(find_features(run.root, features) or stage_folder(run.root, "features", hash_json(features)))
     if not checked.target.has_weights:
         return [(folder.name.partition("-")[0], "", "runs, once the target's weights are there") for folder in folders]
@@ -137,15 +150,17 @@ def head_stages(recipe: Recipe, run: RunFolder) -> list[Row]:
     ]
 
 
-def unopened_stages(recipe: Recipe, path: Path, checked: Checked) -> tuple[Stage, Stage]:
-    """Prompts and traffic by their keys."""
-    prompts = unopened(prompt_inputs(recipe.prompts, path.parent, recipe.run.seed, checked.target))
-    return prompts, unopened(traffic_inputs(checked.target, prompts, recipe.traffic, recipe.run.seed))
+def unopened_stages(recipe: Recipe, path: Path, checked: Checked, run: RunFolder) -> tuple[Stage, Stage]:
+    """Prompts and traffic by their keys and folders."""
+    seed = recipe.run.seed
+    prompts = unopened(run, "prompts", prompt_inputs(recipe.prompts, path.parent, seed, checked.target))
+    return prompts, unopened(run, "traffic", traffic_inputs(checked.target, prompts, recipe.traffic, seed))
 
 
-def unopened(inputs: dict) -> Stage:
+def unopened(run: RunFolder, name: str, inputs: dict) -> Stage:
     """A stage by its inputs alone; no folder is made."""
-    return Stage(Path(), {"key": hash_json(inputs)})
+    key = hash_json(inputs)
+    return Stage(stage_folder(run.root, name, key), {"key": key})
 
 
 def stage_row(folder: Path) -> Row:
@@ -157,28 +172,16 @@ def stage_row(folder: Path) -> Row:
     return name, key, state
 
 
-def disk(recipe: Recipe, path: Path, checked: Checked, run: RunFolder) -> list[Row]:
+def disk(recipe: Recipe, traffic: Stage, mode: str, checked: Checked, run: RunFolder) -> list[Row]:
     """What features take, or the most they can while replies are not recorded; and what is free."""
-    traffic = stage_folder(run.root, "traffic", unopened_stages(recipe, path, checked)[1].key)
-    if (traffic / MANIFEST).exists() and (
-        stage := Stage(traffic, read_json(traffic / MANIFEST, MANIFEST_SCHEMA))
-    ).complete:
-        size = recorded_bytes(stage, checked.target, recipe.traffic)
+    stored, rows = stored_splits(mode), checked.planned.rows()
+    size, tokens = expected_bytes(traffic, rows, recipe.traffic, checked.target, stored)
+    if tokens is None:
         taken, told = gigabytes(size), f"{size:,} bytes, as the replies that are recorded have it"
     else:
-        tokens, size = most_bytes(rows_to_come(checked), recipe.traffic, checked.target)
         each = size // max(tokens, 1)
         taken = f"at most {gigabytes(size)}"
         told = f"about {each:,} bytes for each of {tokens:,} tokens, if every reply runs to its limit"
-    folder = run.root
-    while not folder.exists():
-        folder = folder.parent
-    free = shutil.disk_usage(folder).free
+    free, folder = free_bytes(run.root)
     enough = "" if size <= free else ": not enough, set run.root to a larger disk"
     return [("features", taken, told), ("free", gigabytes(free), f"at {folder}{enough}")]
-
-
-def rows_to_come(checked: Checked) -> list[tuple[str, int]]:
-    """Split, and the most prompt tokens, of every row of traffic."""
-    talks = checked.planned.conversations.values()
-    return [(talk.prompt.split, tokens) for talk in talks for tokens in talk.kept_tokens]

@@ -97,14 +97,20 @@ class RunFolder:
         with atomic_path(link) as temporary:
             temporary.symlink_to(os.path.relpath(stage_folder, self.folder))
 
+    @property
+    def inputs(self) -> dict[str, Any]:
+        """What this name is bound to (`claim`); nothing before it is."""
+        path = self.folder / "run.json"
+        held: dict[str, Any] = read_json(path, RUN_SCHEMA)["inputs"] if path.exists() else {}
+        return held
+
     def compare(self, inputs: dict[str, Any]) -> dict[str, Any]:
         """Check that this name is free or belongs to the training of these inputs; returns what it holds already.
 
         Raises:
             WrongInput: the name belongs to another training; the message names the differing fields.
         """
-        path = self.folder / "run.json"
-        held: dict[str, Any] = read_json(path, RUN_SCHEMA)["inputs"] if path.exists() else {}
+        held = self.inputs
         shared = {key: value for key, value in held.items() if key in inputs}
         differing = differing_fields({key: inputs[key] for key in shared}, shared)
         if differing:

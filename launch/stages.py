@@ -24,6 +24,7 @@ from headstart.heads.contract import Head
 from headstart.heads.errors import GateFailed, WrongInput
 from headstart.heads.facts import TargetFacts
 from headstart.heads.features import FeatureReader
+from headstart.heads.memory import keep_freed_memory
 from headstart.heads.paths import Path as ReplyPath
 from headstart.heads.paths import read_paths
 from headstart.heads.settings import HeadSettings
@@ -51,15 +52,18 @@ from headstart.launch.processes import Processes, choose_strategy
 from headstart.launch.run import RunFolder, locked
 from headstart.launch.settings import Recipe
 from headstart.launch.start import find_start
+from headstart.launch.storing import claim_mode, kept_mode
 from headstart.launch.variants import Loaded, stored_taps
 from headstart.trainer.checkpoint import checkpoint_folder
-from headstart.trainer.data import EvaluationRows, TrainingRows
-from headstart.trainer.features import features_inputs
+from headstart.trainer.data import EvaluationRows, Features, TrainingRows
+from headstart.trainer.features import features_inputs, stored_splits
 from headstart.trainer.heldout_traffic import at_temperature, heldout_inputs, make_heldout_traffic
 from headstart.trainer.loop import Job, train
 from headstart.trainer.on_policy import OnPolicyRows
 from headstart.trainer.prompts import make_prompts, read_prompts
 from headstart.trainer.ranks import Ranks, joined
+from headstart.trainer.recorded import plan_traffic
+from headstart.trainer.streamed import StreamedStates
 from headstart.trainer.supervision import check_supervision, training_paths
 from headstart.trainer.traffic import make_traffic, traffic_inputs
 
@@ -75,10 +79,14 @@ def run_train(recipe: Recipe, recipe_path: Path, run: RunFolder, processes: Proc
     processes = processes or Processes()
     targets = target_loader(recipe)
     with meeting(processes, recipe.target.device) as ranks:
-        traffic, features = run_traffic(recipe, recipe_path, run, targets, ranks)
-        run_head(recipe, run, targets, traffic, features, choose_strategy(recipe.train, processes), ranks)
+        traffic, features, mode = run_traffic(recipe, recipe_path, run, targets, ranks)
+        if recipe.target.sharded and mode == "cache":
+            targets.load_by(load_ends)
+        run_head(recipe, run, targets, traffic, features, mode, choose_strategy(recipe.train, processes), ranks)
     if not processes.first:
         return
+    if recipe.target.sharded:
+        targets.load_by(load_ends)
     run_measurements(recipe, run, targets)
     write_report(run.folder)
     for engine in recipe.export.engines:
@@ -113,7 +121,7 @@ def run_shared(loaded: Loaded, recipe_path: Path, run: RunFolder) -> None:
 
 
 def target_loader(recipe: Recipe) -> TargetLoader:
-    """The recipe's target; of one that no device holds its ends alone, which is all that training reads."""
+    """The recipe's target; of one that no device holds its ends alone, which is all that one process can read."""
     targets = TargetLoader(recipe.target, recipe.head.asked_taps)
     if recipe.target.sharded:
         targets.load_by(load_ends)
@@ -154,27 +162,40 @@ def run_export(
 
 def run_traffic(
     recipe: Recipe, recipe_path: Path, run: RunFolder, targets: TargetLoader, ranks: Ranks | None = None
-) -> tuple[Stage, Stage]:
-    """Prompts, the target's replies to them, and the states it had while replying."""
+) -> tuple[Stage, Stage, str]:
+    """Prompts, the target's replies to them, and the states it had while replying, as far as they are stored.
+
+    Returns:
+        Traffic, features, and whether the states of training replies are among these: `cache`, else `stream`.
+    """
     ranks, seed = ranks or Ranks(), recipe.run.seed
     with ranks.first_before_others():
         prompts = first_prompts(recipe, recipe_path, run, targets) if ranks.first else followed_stage(run, "prompts")
-    shared = stage_folder(run.root, "traffic", hash_json(traffic_inputs(targets, prompts, recipe.traffic, seed)))
+    key = hash_json(traffic_inputs(targets, prompts, recipe.traffic, seed))
+    shared = stage_folder(run.root, "traffic", key)
+    with ranks.first_before_others():
+        mode = claim_mode(
+            recipe, run, targets, Stage(shared, {"key": key}), partial(rows_to_come, recipe, targets, prompts)
+        )
+    stored = stored_splits(mode)
     if recipe.target.sharded:
         targets.load_by(partial(load_sharded, vote=ranks.any))
     with locked(shared, wait_for="it is answering the same prompts") if ranks.first else nullcontext():
-        traffic, features = make_traffic(targets, prompts, recipe.traffic, run.root, seed, ranks)
-    if recipe.target.sharded:
-        targets.load_by(load_ends)
+        traffic, features = make_traffic(targets, prompts, recipe.traffic, run.root, seed, ranks, stored)
     with ranks.first_before_others():
         if not ranks.first:
-            return followed_stage(run, "traffic"), followed_stage(run, "features")
-        # The features a head asks for, whichever stage serves them: one that holds more taps trains the same head.
-        asked = hash_json(features_inputs(targets, traffic))
+            return followed_stage(run, "traffic"), followed_stage(run, "features"), mode
+        # The features a head asks for, whichever stage serves them: one that holds more trains the same head.
+        asked = hash_json(features_inputs(targets, traffic, stored))
         run.claim({"traffic": traffic.key, "features": asked})
         run.link("traffic", traffic.folder)
         run.link("features", features.folder)
-    return traffic, features
+    return traffic, features, mode
+
+
+def rows_to_come(recipe: Recipe, targets: TargetLoader, prompts: Stage) -> list[tuple[str, int]]:
+    """Split, and the most prompt tokens, of every row of traffic."""
+    return plan_traffic(targets, read_prompts(prompts.folder), recipe.traffic).rows()
 
 
 def first_prompts(recipe: Recipe, recipe_path: Path, run: RunFolder, targets: TargetLoader) -> Stage:
@@ -202,13 +223,16 @@ def run_head(
     targets: TargetLoader,
     traffic: Stage,
     features: Stage,
+    mode: str,
     strategy: str,
     ranks: Ranks,
 ) -> None:
     """Train the head on what the target said, or finish a training that was interrupted."""
     target = targets()
+    if not (target.sharded and mode == "stream"):  # whose layers come and go, as `load_sharded` has set it
+        keep_freed_memory()
     reader = FeatureReader(features.folder, targets.taps)
-    head, rows = head_and_rows(recipe, run, target, traffic.folder, reader)
+    head, rows = head_and_rows(recipe, run, target, traffic.folder, training_states(mode, reader, target))
     validation = EvaluationRows(list(read_paths(traffic.folder, "validation")), reader, recipe.train.batch_tokens)
     job = Job.open(
         head, target.output_weight(), rows, recipe.train, recipe.eval.draft_length, strategy=strategy, ranks=ranks
@@ -217,22 +241,28 @@ def run_head(
 
 
 def head_and_rows(
-    recipe: Recipe, run: RunFolder, target: Target, traffic: Path, reader: FeatureReader
+    recipe: Recipe, run: RunFolder, target: Target, traffic: Path, states: Features
 ) -> tuple[Head, TrainingRows]:
     """A head as training finds it, and what it learns from."""
     paths = training_paths(traffic, recipe.train.cut_replies)
     check_supervision(paths, target.facts.stop_ids, recipe.train.depth)
     head = new_head(recipe, target, paths, find_start(recipe.head.init_from, run.root))
-    source = (paths, reader, recipe.train.batch_tokens, recipe.run.seed)
+    source = (paths, states, recipe.train.batch_tokens, recipe.run.seed)
     share = recipe.train.on_policy
     return head, OnPolicyRows(*source, head=head, target=target, share=share) if share else TrainingRows(*source)
+
+
+def training_states(mode: str | None, stored: FeatureReader, target: Target) -> Features:
+    """Where training finds its states."""
+    return StreamedStates(target) if mode == "stream" else stored
 
 
 def open_job(recipe: Recipe, run: RunFolder) -> Job:
     """The training of a recipe from its first step, on the traffic and features that a run has; nothing is written."""
     targets = target_loader(recipe)
-    reader = stored_features(run, targets)
-    head, rows = head_and_rows(recipe, run, target := targets(), run.folder / "traffic", reader)
+    target = targets()
+    states = training_states(kept_mode(recipe, run), stored_features(run, targets), target)
+    head, rows = head_and_rows(recipe, run, target, run.folder / "traffic", states)
     return Job.open(head, target.output_weight(), rows, recipe.train, recipe.eval.draft_length)
 
 

@@ -67,6 +67,9 @@ class RandomFeatures:
     def get(self, prompt_id):
         return self.states[prompt_id]
 
+    def of(self, paths):
+        return [self.get(path.prompt_id) for path in paths]
+
 
 def make_paths(lengths, split="train", seed=0, features=None):
     """Random paths of (prompt, reply) lengths; log-probabilities are those of the features under the small target."""

@@ -4,6 +4,7 @@ import json
 import re
 from dataclasses import replace
 from pathlib import Path
+from random import Random
 
 import pytest
 import torch
@@ -33,7 +34,7 @@ TEMPLATE = "{% for m in messages %}{{ m['role'] + ' ' + m['content'] + ' ' }}{% 
 
 @pytest.fixture
 def arguments(request, tmp_path):
-    """Arguments that let a recipe meet its target's config beside a tokenizer of enough words, and few prompts."""
+    """Arguments that let a recipe meet its target's config beside a tokenizer of enough words, and short prompts."""
     name = request.param
     folder = tmp_path / name
     folder.mkdir()
@@ -50,13 +51,12 @@ def arguments(request, tmp_path):
         "chat_template": TEMPLATE,
     }
     write_json(folder / "tokenizer_config.json", kind)
-    texts = ("old songs", "a blue atlas", "your notes", "the second book", "this list", "our game")
-    (tmp_path / "mine.jsonl").write_text(
-        "".join(json.dumps({"prompt": f"What do you know of {t}?"}) + "\n" for t in texts)
-    )
-    (tmp_path / "held.jsonl").write_text(json.dumps({"prompt": "Name three rivers that flow north."}) + "\n")
+    random = Random(0)
+    for file, number in (("mine.jsonl", 70), ("held.jsonl", 240)):  # validation takes 64 of the former
+        texts = [" ".join(f"w{random.randrange(3, NUM_WORDS)}" for _ in range(6)) for _ in range(number)]
+        (tmp_path / file).write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
     prompts = (f"prompts.sources=[{tmp_path / 'mine.jsonl'}]", f"prompts.heldout={tmp_path / 'held.jsonl'}")
-    rest = ("prompts.num_validation=1", f"run.root={tmp_path / 'runs'}", "run.threads=1", "target.device=cpu")
+    rest = (f"run.root={tmp_path / 'runs'}", "run.threads=1", "target.device=cpu")
     return [str(REAL[name]), f"target.model={folder}", *prompts, *rest]
 
 

@@ -25,10 +25,10 @@ SAMPLED_STEPS = 50  # steps that the share of filler is told by
 
 
 class Features(Protocol):
-    """States of recorded paths (`heads.features.FeatureReader`)."""
+    """States of recorded paths: stored ones (`heads.features.FeatureReader`), or read now (`trainer.streamed`)."""
 
-    def get(self, prompt_id: str) -> tuple[Tensor, Tensor]:
-        """taps [S, F] and final [S, H], S = N - 1."""
+    def of(self, paths: Sequence[Path]) -> list[tuple[Tensor, Tensor]]:
+        """taps [S, F] and final [S, H] of each, S = N - 1."""
 
 
 def count_pairs(path: Path, depth: int) -> np.ndarray:
@@ -43,7 +43,7 @@ def count_pairs(path: Path, depth: int) -> np.ndarray:
 
 def pack_rows(rows: Sequence[Path], features: Features) -> Batch:
     """One packed batch, padded to one of a few lengths."""
-    taken = [(path, *features.get(path.prompt_id)) for path in rows]
+    taken = [(path, *states) for path, states in zip(rows, features.of(rows), strict=True)]
     return pack(taken, padded(sum(len(path.token_N) - 1 for path in rows)))
 
 

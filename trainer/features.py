@@ -1,4 +1,8 @@
-"""The features stage: taps and final states of every path, in packed shards, one for each chunk of traffic."""
+"""The features stage: taps and final states of paths in packed shards, one for each chunk of traffic.
+
+Those of every split, or of validation and held-out replies alone (`features.mode: stream`): training then lets the target
+read its rows in every step (`trainer/streamed.py`).
+"""
 
 import json
 import shutil
@@ -32,27 +36,40 @@ if TYPE_CHECKING:
     from headstart.trainer.traffic import Chunk
 
 STAGE_VERSION = 2
+TRAINING_DTYPE = torch.bfloat16  # of the states that training reads, stored or not
 
 
-def features_inputs(load_target: TargetLoader, traffic: Stage) -> dict[str, Any]:
-    """Everything that changes the features."""
-    settings = {"taps": load_target.taps}
+def stored_splits(mode: str) -> tuple[str, ...]:
+    """Splits whose states a mode stores."""
+    return {"cache": SPLITS, "stream": tuple(split for split in SPLITS if split != "train")}[mode]
+
+
+def features_inputs(load_target: TargetLoader, traffic: Stage, stored: Sequence[str] = SPLITS) -> dict[str, Any]:
+    """Everything that changes the features; `stored` are the splits whose states they hold."""
+    settings: dict[str, Any] = {"taps": load_target.taps}
+    if set(stored) != set(SPLITS):
+        settings["splits"] = list(stored)
     return stage_inputs(STAGE_VERSION, settings, {"traffic": traffic.key}, load_target.facts.fingerprint)
 
 
 def find_features(root: Path, inputs: dict[str, Any]) -> Path | None:
-    """Folder of the features of these inputs: their own, begun or finished, else a finished one that holds more taps."""
+    """Folder of the features of these inputs: their own, begun or finished, else a finished one that holds more."""
     own = stage_folder(root, "features", hash_json(inputs))
     if (own / MANIFEST).exists():
         return own
     for manifest in sorted((root / STAGES).glob(f"features-*/{MANIFEST}")):
         stage = Stage(manifest.parent, read_json(manifest, MANIFEST_SCHEMA))
         held = stage.manifest["inputs"]
-        wanted = {**inputs, "settings": {**inputs["settings"], "taps": held["settings"]["taps"]}}
-        more = {*inputs["settings"]["taps"]} < {*held["settings"]["taps"]}
-        if more and held == wanted and stage.complete and not stage.damaged():
+        alike = held == {**inputs, "settings": held["settings"]}
+        if alike and holds_more(held["settings"], inputs["settings"]) and stage.complete and not stage.damaged():
             return stage.folder
     return None
+
+
+def holds_more(held: Mapping[str, Any], asked: Mapping[str, Any]) -> bool:
+    """Whether features of the settings `held` have all taps and splits of those that are `asked` for."""
+    taps = {*asked["taps"]} <= {*held["taps"]}
+    return taps and {*asked.get("splits", SPLITS)} <= {*held.get("splits", SPLITS)}
 
 
 def open_features(root: Path, inputs: dict[str, Any], seed: int) -> Stage:
@@ -68,8 +85,8 @@ def shard_name(number: int) -> str:
 
 
 def needs_features(features: Stage, chunk: "Chunk") -> bool:
-    """Whether a chunk's shard is not there, whole."""
-    return not has(features, shard_name(chunk.number))
+    """Whether a chunk's states are to be stored, and its shard is not there, whole."""
+    return chunk.states_dtype is not None and not has(features, shard_name(chunk.number))
 
 
 def has(stage: Stage, name: str) -> bool:
@@ -80,7 +97,7 @@ def has(stage: Stage, name: str) -> bool:
 
 def stored_dtype(split: str, settings: TrafficSettings) -> torch.dtype:
     """Training reads bfloat16; held-out states stay as exact as the replies they belong to."""
-    return DTYPES[settings.eval_dtype] if split == "heldout" else torch.bfloat16
+    return DTYPES[settings.eval_dtype] if split == "heldout" else TRAINING_DTYPE
 
 
 def token_bytes(load_target: TargetLoader, dtype: torch.dtype) -> int:
@@ -106,12 +123,14 @@ def most_bytes(
     return sum(tokens.values()), size
 
 
-def recorded_bytes(traffic: Stage, load_target: TargetLoader, settings: TrafficSettings) -> int:
+def recorded_bytes(
+    traffic: Stage, load_target: TargetLoader, settings: TrafficSettings, stored: Sequence[str] = SPLITS
+) -> int:
     """Bytes of the features of replies that are all recorded: of their files, headers included."""
-    key = hash_json(features_inputs(load_target, traffic))
+    key = hash_json(features_inputs(load_target, traffic, stored))
     size = 0
     for name in sorted(traffic.outputs):
-        if paths := list(read_part(traffic.folder / name)):
+        if (paths := list(read_part(traffic.folder / name))) and paths[0].split in stored:
             tokens = sum(len(path.token_N) - 1 for path in paths)
             dtype = stored_dtype(paths[0].split, settings)
             metadata = write_metadata([path.prompt_id for path in paths], load_target.taps, key)
@@ -119,6 +138,34 @@ def recorded_bytes(traffic: Stage, load_target: TargetLoader, settings: TrafficS
                 tokens, len(paths), len(load_target.taps), load_target.facts.hidden_size, dtype, metadata
             )
     return size
+
+
+def expected_bytes(
+    traffic: Stage,
+    rows: Iterable[tuple[str, int]],
+    settings: TrafficSettings,
+    load_target: TargetLoader,
+    stored: Sequence[str] = SPLITS,
+) -> tuple[int, int | None]:
+    """Bytes that features take; until all replies are recorded the most they can, and of how many tokens.
+
+    Args:
+        traffic: by its key and folder, made or not.
+        rows: split and prompt tokens of each row to come.
+    """
+    if (traffic.folder / MANIFEST).exists():
+        made = Stage(traffic.folder, read_json(traffic.folder / MANIFEST, MANIFEST_SCHEMA))
+        if made.complete:
+            return recorded_bytes(made, load_target, settings, stored), None
+    tokens, size = most_bytes([row for row in rows if row[0] in stored], settings, load_target)
+    return size, tokens
+
+
+def free_bytes(folder: Path) -> tuple[int, Path]:
+    """What the disk of a folder has free, or of the nearest one above it that is there."""
+    while not folder.exists():
+        folder = folder.parent
+    return shutil.disk_usage(folder).free, folder
 
 
 def shard_bytes(
@@ -161,7 +208,8 @@ def check_disk(
         raise WrongInput(
             f"features: found {gigabytes(free)} free in {features.folder}, expected at least {gigabytes(size)} "
             f"(about {size // tokens:,} bytes for each of at most {tokens:,} tokens).\n"
-            "Lower prompts.num_train or traffic.max_new_tokens, use fewer head.taps, or set run.root to a larger disk."
+            "Store no training states (features.mode=stream), lower prompts.num_train or traffic.max_new_tokens, use fewer "
+            "head.taps, or set run.root to a larger disk."
         )
 
 

@@ -47,7 +47,7 @@ def make_heldout_traffic(
     remove_leftovers(stage.folder)
     asked = [prompt for prompt in read_prompts(prompts.folder) if prompt.split == SPLIT]
     talks, _ = plan_conversations(load_target, asked, settings)  # what is left out is so at every temperature
-    chunks = plan_chunks([prompt for prompt in asked if prompt.prompt_id in talks], settings, keep_states=False)
+    chunks = plan_chunks([prompt for prompt in asked if prompt.prompt_id in talks], settings, stored=())
     todo = [chunk for chunk in chunks if not has(stage, chunk.part)]
     progress = Progress(f"traffic at temperature {settings.temperature:g}", num_requests(todo, talks))
     own = shares(todo, stage, load_target.dtype, settings)

@@ -15,7 +15,6 @@ from torch import Tensor
 from headstart.eval.acceptance import acceptance_row, count_replies, reply_acceptance
 from headstart.heads.contract import Head
 from headstart.heads.errors import TrainingFailed, WrongInput
-from headstart.heads.memory import keep_freed_memory
 from headstart.heads.paths import conversations
 from headstart.heads.precision import Precision, choose_precision
 from headstart.heads.vocabulary import hash_ids
@@ -141,7 +140,6 @@ def train(
         TrainingFailed: several steps in a row were not finite, or another process has ended.
         KeyboardInterrupt: one of the ranks was asked to stop; a checkpoint of the last whole step is written.
     """
-    keep_freed_memory()
     rows, settings, first = job.rows, job.settings, job.ranks.first
     metrics, checkpoints = MetricsFile(folder / METRICS), folder / "checkpoints"
     progress = resume(job, checkpoints)

@@ -99,16 +99,18 @@ class ReadStates:
     def __init__(self) -> None:
         self.final: dict[str, Tensor] = {}
 
-    def get(self, prompt_id: str) -> tuple[Tensor, Tensor]:
-        final_SH = self.final[prompt_id]
-        return final_SH[:, :0], final_SH
+    def of(self, paths: Sequence[Path]) -> list[tuple[Tensor, Tensor]]:
+        finals = [self.final[path.prompt_id] for path in paths]
+        return [(final_SH[:, :0], final_SH) for final_SH in finals]
 
 
 @torch.no_grad()
 def read_and_score(target: Target, paths: Sequence[Path]) -> tuple[list[Path], ReadStates]:
     """The paths with the target's log-probabilities of their replies, and its final states along them."""
     scored, states = [], ReadStates()
-    for path, read in zip(paths, target.read([path.token_N for path in paths]), strict=True):
+    with target.together():
+        found = target.read([path.token_N for path in paths])
+    for path, read in zip(paths, found, strict=True):
         first = path.num_prompt_tokens - 1  # slot behind which the reply's first token is said
         logprob_N = np.full(len(path.token_N), np.nan, dtype=np.float32)
         logprob_N[first + 1 :] = score(target, read.final[first:], path.token_N[first + 1 :].tolist())

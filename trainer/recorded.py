@@ -161,6 +161,11 @@ class Planned:
     recorded: Recorded | None = None
     """What became of the sources' replies, where these are kept."""
 
+    def rows(self) -> list[tuple[str, int]]:
+        """Split, and the most prompt tokens, of every row of traffic."""
+        talks = self.conversations.values()
+        return [(talk.prompt.split, tokens) for talk in talks for tokens in talk.kept_tokens]
+
     def describe(self) -> list[str]:
         """Lines for the console; none where every request is asked."""
         lines = self.left_out.lines()

@@ -161,8 +161,8 @@ class TrafficSettings:
 class FeatureSettings:
     """How the target's states reach training."""
 
-    mode: Literal["cache"] = "cache"
-    """`cache`: packed shards on disk, made once."""
+    mode: Literal["cache", "stream", "auto"] = "cache"
+    """cache (stored, made once), stream (no training states are: each step reads its rows), auto (by free disk)."""
 
 
 @dataclass(frozen=True)

@@ -4,9 +4,9 @@ Conversations are answered turn by turn (`trainer/conversations.py`), or keep th
 (`trainer/recorded.py`), in fixed chunks of prompts. Servers that hold the target may answer training prompts
 (`trainer/served.py`); validation and held-out replies, by which heads are judged, are always made here. Several processes
 deal the chunks out in rounds: each writes the files of its own, and the first one commits those of all. A chunk's features
-are committed before its traffic, so traffic that is there always has the features of the pass that read it, and a killed run
-repeats at most the chunks it was in. Features of other taps, asked for when the traffic is already there, are read back
-teacher-forced.
+are committed before its traffic, so traffic that is there has the features of the pass that read it, where they are stored,
+and a killed run repeats at most the chunks it was in. Features of other taps or splits, asked for when the traffic is there
+already, are read back teacher-forced.
 """
 
 import json
@@ -96,6 +96,7 @@ def make_traffic(
     root: FilePath,
     seed: int = 0,
     ranks: Ranks | None = None,
+    stored: Sequence[str] = SPLITS,
 ) -> tuple[Stage, Stage]:
     """Answer all prompts of a prompts stage and keep the target's states; reuse and continue what is there.
 
@@ -103,6 +104,7 @@ def make_traffic(
 
     Args:
         ranks: processes that share the work; all of them call this with the same arguments.
+        stored: splits whose states are kept.
 
     Returns:
         The traffic stage and the features stage, both complete, as the first process knows them.
@@ -112,7 +114,7 @@ def make_traffic(
     """
     ranks = ranks or Ranks()
     with ranks.first_before_others():
-        traffic, features = open_stages(load_target, prompts, settings, root, seed, mend=ranks.first)
+        traffic, features = open_stages(load_target, prompts, settings, root, seed, stored, mend=ranks.first)
     if traffic.complete and features.complete:
         return traffic, features
     asked = read_prompts(prompts.folder)
@@ -121,7 +123,7 @@ def make_traffic(
     print("".join(f"{line}\n" for line in planned.describe()), end="", flush=True)
     if ranks.first:
         planned.write(traffic.folder)
-    chunks = plan_chunks([prompt for prompt in asked if prompt.prompt_id in talks], settings)
+    chunks = plan_chunks([prompt for prompt in asked if prompt.prompt_id in talks], settings, stored)
     todo = [chunk for chunk in chunks if not has(traffic, chunk.part) or needs_features(features, chunk)]
     missing = [chunk for chunk in todo if needs_features(features, chunk)]
     check_disk(features, rows_of(missing, talks), settings, load_target)
@@ -138,14 +140,20 @@ def make_traffic(
 
 
 def open_stages(
-    load_target: TargetLoader, prompts: Stage, settings: TrafficSettings, root: FilePath, seed: int, mend: bool
+    load_target: TargetLoader,
+    prompts: Stage,
+    settings: TrafficSettings,
+    root: FilePath,
+    seed: int,
+    stored: Sequence[str],
+    mend: bool,
 ) -> tuple[Stage, Stage]:
     """Traffic and features, begun, interrupted or complete; with `mend` what is damaged or left over is cleared away."""
     traffic = open_stage(root, "traffic", traffic_inputs(load_target, prompts, settings, seed), seed)
     if mend:
         traffic.forget_damaged()
-    inputs = features_inputs(load_target, traffic)
-    # Features of more taps serve where nothing is added to them: replies that are missing bring states of these taps only.
+    inputs = features_inputs(load_target, traffic, stored)
+    # Features of more serve where nothing is added to them: replies that are missing bring these taps and splits only.
     features = open_features(root, inputs, seed) if traffic.complete else open_stage(root, "features", inputs, seed)
     if mend:
         features.forget_damaged()
@@ -316,10 +324,11 @@ def traffic_inputs(
     return stage_inputs(STAGE_VERSION, values, {"prompts": prompts.key}, load_target.facts.fingerprint)
 
 
-def plan_chunks(prompts: list[Prompt], settings: TrafficSettings, keep_states: bool = True) -> list[Chunk]:
+def plan_chunks(prompts: list[Prompt], settings: TrafficSettings, stored: Sequence[str] = SPLITS) -> list[Chunk]:
     """Fixed chunks of at most `settings.chunk` prompts of one split, in stored order and of even size.
 
-    A split that fills its slots twice makes two chunks at least, so that two workers share it.
+    States are kept of the splits that are `stored`. A split that fills its slots twice makes two chunks at least, so that
+    two workers share it.
     """
     chunks: list[Chunk] = []
     for split in SPLITS:
@@ -328,7 +337,7 @@ def plan_chunks(prompts: list[Prompt], settings: TrafficSettings, keep_states: b
         bounds = [round(len(own) * i / number) for i in range(number + 1)]
         for begin, end in pairwise(bounds):
             if begin < end:
-                dtype = stored_dtype(split, settings) if keep_states else None
+                dtype = stored_dtype(split, settings) if split in stored else None
                 chunks.append(Chunk(len(chunks), split, own[begin:end], dtype))
     return chunks
 
