@@ -116,7 +116,7 @@ def build_parser() -> argparse.ArgumentParser:
     train.add_argument(
         "--config-file",
         metavar="FILE",
-        help="start processes as this accelerate config says (a file, or ddp, fsdp2, zero2)",
+        help="start processes as this accelerate config says (a file, or ddp, fsdp2, zero2, zero3)",
     )
 
     add_plan(commands)

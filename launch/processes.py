@@ -13,6 +13,22 @@ from headstart.trainer.settings import TrainSettings
 
 FROM_ACCELERATE = "ACCELERATE_MIXED_PRECISION"
 """Every launcher of accelerate sets this variable, and nothing else does."""
+NOT_THERE = {
+    "ACCELERATE_MIXED_PRECISION": (
+        "mixed_precision",
+        ("no", "bf16"),
+        "the precision is train.dtype, bfloat16 or float32",
+    ),
+    "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE": (
+        "offload_optimizer_device",
+        ("none",),
+        "moments stay on the device",
+    ),
+    "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE": ("offload_param_device", ("none",), "weights stay on the device"),
+    "ACCELERATE_DEEPSPEED_CONFIG_FILE": ("deepspeed_config_file", ("none",), "the recipe says how to train"),
+    "FSDP_OFFLOAD_PARAMS": ("fsdp_offload_params", ("false",), "weights stay on the device"),
+}
+"""What an accelerate config can ask for and does not get here: variable, key of the config, values that ask nothing, why."""
 SEVERAL = "accelerate launch --multi_gpu --num_processes N RECIPE (on CPUs too), or torchrun --nproc_per_node N RECIPE"
 
 
@@ -39,8 +55,10 @@ def find_processes(environment: Mapping[str, str] = os.environ) -> Processes:
     """Read what torchrun, accelerate and DeepSpeed's launcher put into the environment.
 
     Raises:
-        WrongInput: several processes were asked for and one was started, or a strategy that there is not.
+        WrongInput: several processes were asked for and one was started, or what is not there was asked for.
     """
+    if FROM_ACCELERATE in environment:
+        refuse_what_is_not_there(environment)
     launched = {"RANK", "WORLD_SIZE", "MASTER_ADDR"} <= environment.keys()
     # The launcher that accelerate takes for `--cpu`, for MULTI_CPU, and where it sees no accelerators, names a meeting point
     # for several processes but starts a single one without a rank; training on a fraction of the batch would go unnoticed.
@@ -62,6 +80,25 @@ def find_processes(environment: Mapping[str, str] = os.environ) -> Processes:
         launched=True,
         asked=asked_strategy(environment),
     )
+
+
+def refuse_what_is_not_there(environment: Mapping[str, str]) -> None:
+    """Refuse what an accelerate config asks for and would not get.
+
+    Raises:
+        WrongInput: naming every such key of the config.
+    """
+    found = [
+        f"  {key}: {environment[variable]} ({why}); expected {' or '.join(nothing)}"
+        for variable, (key, nothing, why) in NOT_THERE.items()
+        if environment.get(variable, nothing[0]).lower() not in nothing
+    ]
+    if found:
+        told = "\n".join(found)
+        raise WrongInput(
+            f"the accelerate config asks for what there is not:\n{told}\n"
+            "Change it, or take one of ours: headstart train RECIPE --config-file fsdp2"
+        )
 
 
 def asked_strategy(environment: Mapping[str, str]) -> str:

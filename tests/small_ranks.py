@@ -1,7 +1,8 @@
 """What two processes do for tests/test_ranks.py: `python -m tests.small_ranks PART FOLDER`, started once for each rank.
 
-One start serves many laws, because it takes longer than most of them. Every training goes into a folder of its own, and what
-cannot be read from there into facts-RANK.json.
+PART is `laws`, or a strategy: one training by it, to be killed and started again. One start serves many laws, because it
+takes longer than most of them. Every training goes into a folder of its own, and what cannot be read from there into
+facts-RANK.json.
 """
 
 import json
@@ -24,7 +25,7 @@ from headstart.trainer.ranks import joined
 from tests.kinds import FORMS
 from tests.small_training import SETTINGS, RandomFeatures, SmallTarget, make_head, make_lengths, make_paths
 
-STRATEGIES = ("ddp", "fsdp2", *(("zero2",) if find_spec("deepspeed") else ()))
+STRATEGIES = ("ddp", "fsdp2", *(("zero2", "zero3") if find_spec("deepspeed") else ()))
 CURVE = replace(SETTINGS, num_steps=50, log_every=1, eval_every=25, save_every=20)
 SHORT = replace(SETTINGS, num_steps=9, log_every=1, eval_every=6, save_every=4)
 STOP_STEP, MIDWAY = 5, "step-000040"
@@ -67,9 +68,9 @@ def train_in(folder, settings, rows=None, head=None, **options):
 
 
 def weights_after_steps(kind, **options):
-    """Trained tensors after three steps, of which one has a single row."""
+    """Trained tensors after three steps of two micro-batches, of which one has a single row."""
     head = make_head(kind=kind)
-    settings = replace(SETTINGS, accumulate=1 if options else 2)
+    settings = replace(SETTINGS, accumulate=2)
     job = Job.open(head, SmallTarget().output, rows_of(settings), settings, **options)
     for step in (1, 2, 4):
         assert not optimizer_step(job, step).skipped
@@ -144,13 +145,11 @@ def laws(folder, ranks):
     (folder / f"facts-{ranks.rank}.json").write_text(json.dumps(facts))
 
 
-def curve(folder, ranks):
-    """One training, to be killed and started again."""
-    train_in(folder, CURVE, strategy="ddp", ranks=ranks)
-
-
 if __name__ == "__main__":
     torch.set_num_threads(1)
     part, folder, rank = sys.argv[1], Path(sys.argv[2]), int(os.environ["RANK"])
     with muted(Processes(rank=rank)), joined(rank, int(os.environ["WORLD_SIZE"]), rank, "cpu") as ranks:
-        {"laws": laws, "curve": curve}[part](folder, ranks)
+        if part == "laws":
+            laws(folder, ranks)
+        else:
+            train_in(folder, CURVE, strategy=part, ranks=ranks)

@@ -128,17 +128,22 @@ def test_every_kind_is_shared_by_every_strategy(kind, facts):
         assert all(difference < 1e-4 for difference in found["kinds"][kind].values()), found["kinds"][kind]
 
 
+WHOLE = {"ddp": ("weights", "moments"), "zero2": ("weights",)}
+
+
 def test_sharded_state_is_really_sharded(facts):
     whole = facts[0]["ddp"]["held"]
     assert whole == facts[1]["ddp"]["held"]
     assert whole["moments"] == 2 * whole["weights"] > 0
-    for name, size in whole.items():
-        parts = [found["fsdp2"]["held"][name] for found in facts]
-        assert sum(parts) == pytest.approx(size, rel=0.02)  # tensors of odd length are padded
-        assert max(parts) < 0.52 * size
-    assert facts[0]["fsdp2"]["described"].startswith("2 processes, fsdp2")
-    if "zero2" in STRATEGIES:
-        assert all(found["zero2"]["held"]["moments"] < 0.52 * whole["moments"] for found in facts)
+    for strategy in STRATEGIES:
+        assert facts[0][strategy]["described"].startswith(f"2 processes, {strategy}: ")
+        for name, size in whole.items():
+            parts = [found[strategy]["held"][name] for found in facts]
+            if name in WHOLE.get(strategy, ()):
+                assert parts == [size, size]
+            else:
+                assert sum(parts) == pytest.approx(size, rel=0.02)  # tensors of odd length are padded
+                assert max(parts) < 0.52 * size
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -180,8 +185,9 @@ def test_another_number_of_processes_goes_on_with_the_same_steps(strategy, train
     assert_alike(tmp_path / "alone", trained / "single")
 
 
-def test_a_killed_rank_ends_the_other_and_the_rerun_is_bit_equal(trained, tmp_path):
-    ranks = start_ranks("curve", tmp_path)
+@pytest.mark.parametrize("strategy", [STRATEGIES[0], STRATEGIES[-1]])
+def test_a_killed_rank_ends_the_other_and_the_rerun_is_bit_equal(strategy, trained, tmp_path):
+    ranks = start_ranks(strategy, tmp_path)
     while max((line["step"] for line in read_metrics(tmp_path / METRICS)), default=0) < 23:
         assert all(process.poll() is None for process in ranks), finish(ranks)
         time.sleep(0.01)
@@ -190,11 +196,11 @@ def test_a_killed_rank_ends_the_other_and_the_rerun_is_bit_equal(trained, tmp_pa
     assert ranks[0].returncode != 0
     assert "another process of this training has ended, or does not answer" in error
     assert pointed(tmp_path / "checkpoints", "last").name == "step-000020"
-    again = start_ranks("curve", tmp_path)
+    again = start_ranks(strategy, tmp_path)
     errors = finish(again)
     assert [process.returncode for process in again] == [0, 0], "\n".join(errors)
-    assert lines_of(tmp_path) == lines_of(trained / "ddp")
-    ours, theirs = final_weights(tmp_path), final_weights(trained / "ddp")
+    assert lines_of(tmp_path) == lines_of(trained / strategy)
+    ours, theirs = final_weights(tmp_path), final_weights(trained / strategy)
     assert all(torch.equal(ours[name], tensor) for name, tensor in theirs.items())
     assert not list((tmp_path / "checkpoints").glob(".*.tmp"))
 
@@ -317,6 +323,25 @@ def test_processes_other_than_those_asked_for_are_refused(environment):
         find_processes(environment)
 
 
+@pytest.mark.parametrize(
+    ("asked", "told"),
+    [
+        ({"ACCELERATE_MIXED_PRECISION": "fp16"}, "mixed_precision: fp16"),
+        ({"ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE": "cpu"}, "offload_optimizer_device: cpu"),
+        ({"ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE": "nvme"}, "offload_param_device: nvme"),
+        ({"ACCELERATE_DEEPSPEED_CONFIG_FILE": "ds.json"}, "deepspeed_config_file: ds.json"),
+        ({"FSDP_OFFLOAD_PARAMS": "true"}, "fsdp_offload_params: true"),
+    ],
+    ids=lambda value: None if isinstance(value, dict) else value.partition(":")[0],
+)
+def test_what_a_config_asks_for_and_would_not_get_is_refused(asked, told):
+    plain = {"ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE": "none", "FSDP_OFFLOAD_PARAMS": "false"}
+    launched = {**TORCHRUN, **ACCELERATE, **plain, "ACCELERATE_USE_DEEPSPEED": "true"}
+    assert find_processes({**launched, "ACCELERATE_DEEPSPEED_ZERO_STAGE": "3"}).asked == "zero3"
+    with pytest.raises(WrongInput, match=told):
+        find_processes({**launched, **asked})
+
+
 def test_the_strategy_is_the_recipes_or_the_configs_and_never_silently_another():
     two, fsdp = Processes(world_size=2, launched=True), Processes(world_size=2, launched=True, asked="fsdp2")
     assert choose_strategy(TrainSettings(), Processes()) == "single"
@@ -326,15 +351,16 @@ def test_the_strategy_is_the_recipes_or_the_configs_and_never_silently_another()
         choose_strategy(TrainSettings(strategy="ddp"), fsdp)
     with pytest.raises(WrongInput, match="without a launcher"):
         choose_strategy(TrainSettings(strategy="fsdp2"), Processes())
-    with pytest.raises(WrongInput, match="asks for fsdp1"):
-        choose_strategy(TrainSettings(), replace(two, asked="fsdp1"))
+    for other in ("fsdp1", "zero1"):
+        with pytest.raises(WrongInput, match=f"asks for {other}"):
+            choose_strategy(TrainSettings(), replace(two, asked=other))
 
 
 def test_configs_of_accelerate_are_files_or_ours(tmp_path):
     (tmp_path / "mine.yaml").touch()
     assert str(tmp_path / "mine.yaml") in launch_command(str(tmp_path / "mine.yaml"), "smoke", [])
-    assert {"ddp", "fsdp2", "zero2"} == built_in_configs().keys()
-    with pytest.raises(WrongInput, match="one of ddp, fsdp2, zero2"):
+    assert {"ddp", "fsdp2", "zero2", "zero3"} == built_in_configs().keys()
+    with pytest.raises(WrongInput, match="one of ddp, fsdp2, zero2, zero3"):
         launch_command("fsdp", "smoke", [])
 
 

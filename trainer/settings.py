@@ -191,8 +191,8 @@ class TrainSettings:
     """Tokens a step, prompts included, over all ranks and accumulation steps."""
     accumulate: Positive = 1
     """Micro-batches a step is split into; the result does not depend on it."""
-    strategy: Literal["auto", "ddp", "fsdp2", "zero2"] = "auto"
-    """How processes share a head: ddp (whole on each), fsdp2 or zero2 (sharded); auto: as accelerate says, or ddp."""
+    strategy: Literal["auto", "ddp", "fsdp2", "zero2", "zero3"] = "auto"
+    """How processes share a head: ddp (whole on each), fsdp2, zero2 or zero3 (sharded); auto: as accelerate says, or ddp."""
     on_policy: Share = 0.0
     """Share of steps on a draft model's own continuations, scored by the target meanwhile (arXiv 2310.08461); 0 is none."""
     cut_replies: bool = True

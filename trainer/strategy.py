@@ -4,6 +4,7 @@
     ddp      each holds the whole head and optimiser; gradients are added up (torch's DistributedDataParallel)
     fsdp2    each holds a part of every weight, gradient and moment; the head is whole while it computes (`fully_shard`)
     zero2    weights on each, the rest sharded (DeepSpeed, in `zero.py`)
+    zero3    as fsdp2, by DeepSpeed
 
 Gradients are summed, never averaged: each process brings its share of one loss, whose normaliser all of them know. So two
 processes do what one does with twice the micro-batches, and a process without a pair adds zero.
