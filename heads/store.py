@@ -41,11 +41,16 @@ def atomic_path(path: Path) -> Iterator[Path]:
         temporary.unlink(missing_ok=True)
 
 
-def remove_leftovers(folder: Path) -> None:
-    """Delete what processes that are gone left half written in `folder` (their id is in the name, see `atomic_path`)."""
+def remove_leftovers(folder: Path, locked: bool = True) -> None:
+    """Delete what processes that are gone left half written in `folder` (their id is in the name, see `atomic_path`).
+
+    Args:
+        locked: whether the caller is the only writer there. Then every such file is left over, also where another process
+            has the id of its writer now, as it often has in a container.
+    """
     for path in folder.glob(".*.tmp"):
         writer = path.name.split(".")[-2]
-        if writer.isdigit() and not _alive(int(writer)):
+        if writer.isdigit() and (locked or not _alive(int(writer))):
             if path.is_dir() and not path.is_symlink():
                 shutil.rmtree(path, ignore_errors=True)
             else:
@@ -53,7 +58,7 @@ def remove_leftovers(folder: Path) -> None:
 
 
 def _alive(process: int) -> bool:
-    """Whether another process of that id runs; in a container the one before us often had our own."""
+    """Whether another process of that id runs."""
     if process == os.getpid():
         return False
     try:

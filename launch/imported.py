@@ -12,9 +12,8 @@ from headstart.heads.start import Start
 from headstart.heads.warm_start import start_problems
 from headstart.launch.run import RunFolder
 from headstart.launch.settings import Recipe
-from headstart.launch.stages import first_head, heldout_replies, target_loader
+from headstart.launch.stages import first_head, heldout_replies, shared_prompts, target_loader
 from headstart.trainer.checkpoint import checkpoint_name, point
-from headstart.trainer.prompts import make_prompts
 from headstart.trainer.settings import TrainSettings
 
 
@@ -67,7 +66,7 @@ def run_import(recipe: Recipe, recipe_path: Path, run: RunFolder, start: Start) 
     for name in ("best", "last"):
         point(run.checkpoints, name, checkpoint)
     print(f"{start.layout} {start.folder}: {start.kind} head, checkpoint {checkpoint}", flush=True)
-    prompts = make_prompts(recipe.prompts, run.root, recipe_path.parent, recipe.run.seed, targets)
+    prompts = shared_prompts(recipe, recipe_path, run, targets)
     run.link("prompts", prompts.folder)
     temperature = recipe.traffic.temperature
     replies = heldout_replies(recipe, run, targets, temperature)

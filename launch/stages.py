@@ -60,7 +60,7 @@ from headstart.trainer.features import features_inputs, stored_splits
 from headstart.trainer.heldout_traffic import at_temperature, heldout_inputs, make_heldout_traffic
 from headstart.trainer.loop import Job, train
 from headstart.trainer.on_policy import OnPolicyRows
-from headstart.trainer.prompts import make_prompts, read_prompts
+from headstart.trainer.prompts import make_prompts, prompt_inputs, read_prompts
 from headstart.trainer.ranks import Ranks, joined
 from headstart.trainer.recorded import plan_traffic
 from headstart.trainer.streamed import StreamedStates
@@ -200,10 +200,18 @@ def rows_to_come(recipe: Recipe, targets: TargetLoader, prompts: Stage) -> list[
 
 def first_prompts(recipe: Recipe, recipe_path: Path, run: RunFolder, targets: TargetLoader) -> Stage:
     """The prompts, gathered where they are not there yet."""
-    prompts = make_prompts(recipe.prompts, run.root, recipe_path.parent, recipe.run.seed, targets)
+    prompts = shared_prompts(recipe, recipe_path, run, targets)
     run.claim({"prompts": prompts.key})
     run.link("prompts", prompts.folder)
     return prompts
+
+
+def shared_prompts(recipe: Recipe, recipe_path: Path, run: RunFolder, targets: TargetLoader) -> Stage:
+    """The prompts stage, gathered by one run at a time."""
+    source = (recipe_path.parent, recipe.run.seed, targets)
+    shared = stage_folder(run.root, "prompts", hash_json(prompt_inputs(recipe.prompts, *source)))
+    with locked(shared, wait_for="it is gathering the same prompts"):
+        return make_prompts(recipe.prompts, run.root, *source)
 
 
 def heldout_replies(recipe: Recipe, run: RunFolder, targets: TargetLoader, temperature: float) -> list[ReplyPath]:

@@ -223,9 +223,9 @@ def test_a_run_killed_at_any_moment_ends_as_an_unbroken_one(tmp_path):
     for stage in whole:
         killed = read_json(root / ".stages" / stage.folder.name / "manifest.json")
         assert killed["state"] == "running"
-    # As if the kill had come between a chunk's features and its traffic.
+    # As if the kill had come between a chunk's features and its traffic, and another process had the same id now.
     (features,) = root.glob(".stages/features-*")
-    (features / f".shard-00003.safetensors.{process.pid}.tmp").write_bytes(b"half")
+    (features / f".shard-00003.safetensors.{os.getppid()}.tmp").write_bytes(b"half")
     resumed = make_traffic(TargetLoader(TINY), prompts_stage(root, prompts), SETTINGS, root)
     for unbroken, again in zip(whole, resumed, strict=True):
         assert hashes(again) == hashes(unbroken)

@@ -50,7 +50,7 @@ def fetched(source: str, columns: Sequence[str], setting: str) -> Path:
             "Where there is no network, fetch it elsewhere with save_to_disk and name that folder."
         ) from None
     folder.mkdir(parents=True, exist_ok=True)
-    remove_leftovers(folder)
+    remove_leftovers(folder, locked=False)
     with atomic_path(pinned) as temporary:
         rows.select_columns([column for column in rows.column_names if column in columns]).to_parquet(temporary)
     return pinned
