@@ -9,7 +9,15 @@ from typing import TYPE_CHECKING
 
 from headstart.heads.errors import WrongInput
 from headstart.heads.store import remove_leftovers
-from headstart.launch.processes import Processes, choose_strategy, expect_one, expect_several, find_processes, muted
+from headstart.launch.processes import (
+    Processes,
+    choose_strategy,
+    end_with_launcher,
+    expect_one,
+    expect_several,
+    find_processes,
+    muted,
+)
 from headstart.launch.recipe import dump_recipe, find_recipe, load_recipe
 from headstart.launch.rehearsal import with_rehearsed_steps
 from headstart.launch.run import RunFolder, exported_checkpoint, find_run, locked
@@ -65,6 +73,7 @@ def train(recipe_text: str, overrides: list[str], fresh: bool) -> None:
     path = find_recipe(recipe_text)
     loaded = load(path, overrides) if fresh else load_with_steps(path, overrides)
     processes = find_processes()
+    end_with_launcher()
     for recipe in loaded.recipes.values():
         choose_strategy(recipe.train, processes)
     if loaded.variants:

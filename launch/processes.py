@@ -2,7 +2,10 @@
 
 import os
 import shlex
+import signal
 import sys
+import threading
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
@@ -29,6 +32,7 @@ NOT_THERE = {
     "FSDP_OFFLOAD_PARAMS": ("fsdp_offload_params", ("false",), "weights stay on the device"),
 }
 """What an accelerate config can ask for and does not get here: variable, key of the config, values that ask nothing, why."""
+WATCH_S = 1.0  # between two looks after the launcher
 SEVERAL = "accelerate launch --multi_gpu --num_processes N RECIPE (on CPUs too), or torchrun --nproc_per_node N RECIPE"
 
 
@@ -156,6 +160,23 @@ def expect_several(processes: Processes, key: str) -> None:
     """
     if processes.world_size == 1:
         raise WrongInput(f"{key}: found true, but this is one process.\nSeveral processes: {SEVERAL}.")
+
+
+def end_with_launcher(environment: Mapping[str, str] = os.environ) -> None:
+    """Stop as on SIGTERM once torchrun (accelerate's launcher too) is gone, however it ended.
+
+    What it leaves behind nobody would miss: it would hold the run's folder, and the accelerators.
+    """
+    if "TORCHELASTIC_RUN_ID" not in environment:
+        return
+    launcher = os.getppid()
+
+    def watch() -> None:
+        while os.getppid() == launcher:
+            time.sleep(WATCH_S)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 @contextmanager

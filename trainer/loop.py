@@ -80,7 +80,7 @@ class Job:
         Raises:
             WrongInput: the processes do not train the same, or the head did not come to lie on them as asked.
         """
-        ranks = ranks or Ranks()
+        ranks = (ranks or Ranks()).in_step()
         precision = choose_precision(settings.dtype, head.device)
         identity = training_identity(head, rows, settings, precision, draft_length, ranks.world)
         refuse_differences(ranks, identity)

@@ -4,7 +4,7 @@ import os
 import socket
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 
@@ -27,11 +27,17 @@ class Ranks:
     world: int = 1
     group: Any = None
     """Of words (gloo, in memory), which may be waited for as long as it takes; None: there is nobody to talk to."""
+    step_group: Any = None
+    """The same for words that come soon, unless a process hangs."""
 
     @property
     def first(self) -> bool:
         """Whether this is the one that prints and writes."""
         return self.rank == 0
+
+    def in_step(self) -> "Ranks":
+        """The same processes while they train: a word is waited for as long as torch waits for a gradient."""
+        return replace(self, group=self.step_group)
 
     def wait(self) -> None:
         """Until all are here."""
@@ -98,11 +104,12 @@ def is_lost(error: Exception) -> bool:
 
 
 @contextmanager
-def joined(rank: int, world: int, local_rank: int, device: str) -> Iterator[Ranks]:
+def joined(rank: int, world: int, local_rank: int, device: str, patience: timedelta | None = None) -> Iterator[Ranks]:
     """Meet the other processes that a launcher started, at the address in the environment, and part from them at the end.
 
     Args:
         device: `target.device` of the recipe. Of accelerators, each process takes the one of its `local_rank`.
+        patience: with a process that is silent in the midst of training; default: torch's (half an hour for gloo).
 
     Raises:
         WrongInput: a device that several processes cannot share, or not as many different processes as were asked for.
@@ -111,8 +118,10 @@ def joined(rank: int, world: int, local_rank: int, device: str) -> Iterator[Rank
     if chosen.type != "cpu":
         take_accelerator(chosen, local_rank, world)
     backend = "gloo" if chosen.type == "cpu" else f"cpu:gloo,{chosen.type}:nccl"
-    dist.init_process_group(backend, rank=rank, world_size=world)
-    ranks = Ranks(rank, world, dist.new_group(backend="gloo", timeout=PATIENCE))
+    with naming_the_lost():
+        dist.init_process_group(backend, rank=rank, world_size=world, timeout=patience)
+        words = dist.new_group(backend="gloo", timeout=PATIENCE)
+        ranks = Ranks(rank, world, words, dist.new_group(backend="gloo", timeout=patience))
     present = set(ranks.collect((socket.gethostname(), os.getpid())))
     if len(present) != world or dist.get_world_size() != world:
         raise WrongInput(f"found {len(present)} processes, expected {world}. Start them anew, with one launcher.")
