@@ -3,6 +3,7 @@
 import json
 import os
 import sys
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -10,14 +11,18 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 
+from headstart.heads.paths import SPLITS
 from headstart.heads.settings import TargetSettings
 from headstart.heads.sharded_target import load_sharded
 from headstart.heads.store import finished_stage
 from headstart.heads.target import TargetLoader
 from headstart.launch.processes import Processes, muted
-from headstart.trainer.ranks import joined
-from headstart.trainer.settings import TrafficSettings
-from headstart.trainer.traffic import make_traffic
+from headstart.trainer.progress import Progress
+from headstart.trainer.prompts import read_prompts
+from headstart.trainer.ranks import Ranks, joined
+from headstart.trainer.recorded import plan_traffic
+from headstart.trainer.settings import ServerSettings, TrafficSettings
+from headstart.trainer.traffic import answer_chunks, make_traffic, open_stages, plan_chunks, shares
 
 TRAFFIC = TrafficSettings(max_new_tokens=6, slots=2, chunk=2, temperature=1.0)
 BATCH_TOKENS = 64  # several passes
@@ -69,10 +74,40 @@ def traffic(folder, ranks):
             make_traffic(loader, prompts, TRAFFIC, root, ranks=ranks)
 
 
+def read_served(loader, root, url, ranks=None):
+    """States on a server's replies to the training prompts by prompt id, as exact as the target; then the whole stage.
+
+    A stage stores them in bfloat16.
+    """
+    ranks = ranks or Ranks()
+    server = ServerSettings(urls=[url], model="tiny-model", concurrency=3, timeout=60)
+    settings = replace(TRAFFIC, temperature=0.0, backend="openai", server=server)
+    prompts = finished_stage(next((root / ".stages").glob("prompts-*")))
+    asked = [prompt for prompt in read_prompts(prompts.folder) if prompt.split == "train"]
+    talks = plan_traffic(loader, asked, settings).conversations
+    chunks = [replace(chunk, states_dtype=torch.float32) for chunk in plan_chunks(asked, settings)]
+    with ranks.first_before_others():
+        traffic, _ = open_stages(loader, prompts, settings, root, 0, SPLITS, mend=ranks.first)
+    own = shares(chunks, traffic, "float32", settings, ranks)
+    answers = answer_chunks(loader, traffic, own, talks, settings, 0, Progress("served", len(asked)), ranks)
+    states = {prompt_id: x for found in answers if found for prompt_id, x in found.states.items()}
+    make_traffic(loader, prompts, settings, root, ranks=ranks)
+    return {prompt_id: torch.cat([x.taps, x.final], dim=1) for prompt_id, x in states.items()}
+
+
+def served(folder, ranks):
+    """Replies of a server, read by a target that is spread."""
+    loader = loader_of("tiny")
+    loader.load_by(partial(load_sharded, vote=ranks.any))
+    states = read_served(loader, folder / "served", (folder / "url").read_text(), ranks)
+    save_file(states, folder / f"served-{ranks.rank}.safetensors")
+
+
 def laws(folder, ranks):
     """All of it in one start, which takes longer than any of it."""
     read(folder, ranks)
     traffic(folder, ranks)
+    served(folder, ranks)
 
 
 if __name__ == "__main__":

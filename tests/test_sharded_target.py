@@ -17,28 +17,37 @@ from headstart.heads.weight_files import check_parts
 from headstart.launch.launcher import launch_command
 from headstart.trainer.traffic import make_traffic
 from tests.shipped_targets import write_target
-from tests.small_sharded import TRAFFIC, loader_of, some_paths
+from tests.small_sharded import TRAFFIC, loader_of, read_served, some_paths
 from tests.test_ranks import WAIT_S, finish, start_ranks
+from tests.test_served_traffic import record, rows, serving
 from tests.test_traffic import prompts_stage, some_prompts
 
 # Llama with and without an output head of its own, in one file and in several; experts, in files one by one.
 TARGETS = ("tiny", "tiny-tied", "tiny-shards", "glm4_moe", "deepseek_v3")
 ROOTS = ("sharded", "whole", "one")
+SERVED = ("served", "one-served")
 
 
 @pytest.fixture(scope="module")
-def spread(tmp_path_factory):
-    """Where two processes have read paths by every target, and answered prompts under every root but the last."""
+def spread(tmp_path_factory, tiny_target):
+    """Where two processes have read paths by every target, and answered prompts under every root but those named `one`.
+
+    A server of the whole tiny target answers while the tests run, at the address in `url`.
+    """
     folder = tmp_path_factory.mktemp("spread")
     for name in TARGETS:
         make_model(folder / "targets" / name, name)
     for root in ROOTS:
         # Rounds of training prompts of which the last has one chunk, and a single chunk of either other split.
         prompts_stage(folder / root, [*some_prompts(18), *some_prompts(22, ("validation", "heldout"))[18:]])
-    ranks = start_ranks("laws", folder, program="tests.small_sharded")
-    errors = finish(ranks)
-    assert [process.returncode for process in ranks] == [0, 0], "\n".join(errors)
-    return folder
+    for root in SERVED:
+        prompts_stage(folder / root, some_prompts(14, ("train",) * 5 + ("validation", "heldout")))
+    with serving(tiny_target) as server:
+        (folder / "url").write_text(server.url)
+        ranks = start_ranks("laws", folder, program="tests.small_sharded")
+        errors = finish(ranks)
+        assert [process.returncode for process in ranks] == [0, 0], "\n".join(errors)
+        yield folder
 
 
 def make_model(folder, name):
@@ -113,6 +122,20 @@ def test_replies_and_states_of_two_processes_are_those_of_one(spread):
             assert paths[0] == paths[1]
         if name.startswith("features"):
             assert_close(FeatureReader(spread_out[name]), FeatureReader(one[name]), paths_of(one))
+
+
+def test_replies_of_a_server_are_read_by_two_processes_as_by_one(spread):
+    expected = read_served(loader_of("tiny"), spread / "one-served", (spread / "url").read_text())
+    found = [load_file(spread / f"served-{rank}.safetensors") for rank in range(2)]
+    assert all(found)
+    assert sorted([*found[0], *found[1]]) == sorted(expected)
+    for prompt_id, states in (item for part in found for item in part.items()):
+        assert (states - expected[prompt_id]).abs().max() <= 1e-5 * expected[prompt_id].abs().max()
+    apart, one = ({f.name.partition("-")[0]: f for f in (spread / root / STAGES).iterdir()} for root in SERVED)
+    assert record(finished_stage(apart["traffic"])) == record(finished_stage(one["traffic"]))
+    backends = [row["backend"] for row in rows(finished_stage(one["traffic"]))]
+    assert backends.count("openai-vllm-tiny-model") == len(expected)
+    assert_close(FeatureReader(apart["features"]), FeatureReader(one["features"]), paths_of(one))
 
 
 def assert_close(reader, other, prompt_ids):
