@@ -15,7 +15,8 @@ from headstart.trainer.data import EvaluationRows, TrainingRows
 from headstart.trainer.loop import Job, train
 from headstart.trainer.metrics import METRICS, read_metrics
 from headstart.trainer.settings import TrackingSettings, TrainSettings
-from tests.small_training import SETTINGS, RandomFeatures, run
+from tests.small_training import SETTINGS, RandomFeatures, make_lengths, make_paths, run
+from tests.test_resume import StopsAt
 
 WORDS = ["rivers", "boats", "a list", "winter", "numbers", "bread", "music", "a letter"]
 
@@ -96,12 +97,12 @@ def test_recorded_log_probabilities_give_the_targets_own_mass(tiny_target, answe
 
 
 def offline_history(folder):
-    """History rows of the one offline W&B run in `folder`, decoded from its record file (LevelDB log format)."""
+    """History rows of the last offline W&B run in `folder`, decoded from its record file (LevelDB log format)."""
     import json
 
     from wandb.proto import wandb_internal_pb2
 
-    (file,) = folder.glob("wandb/offline-run-*/run-*.wandb")
+    file = max(folder.glob("wandb/offline-run-*/run-*.wandb"), key=lambda file: file.stat().st_mtime_ns)
     data, position, rows, parts = file.read_bytes(), 7, [], b""
     while position + 7 <= len(data):
         _, size, kind = struct.unpack_from("<IHB", data, position)
@@ -120,8 +121,16 @@ def offline_history(folder):
     return rows
 
 
-def test_the_offline_run_holds_the_curves_of_metrics_jsonl(tmp_path):
-    run(tmp_path, tracking=TrackingSettings(), name="small", config={"train": {"num_steps": SETTINGS.num_steps}})
+def test_the_offline_run_holds_the_curves_of_metrics_jsonl_however_often_training_was_stopped(tmp_path, capsys):
+    options = {"tracking": TrackingSettings(), "name": "small", "config": {"train": {"num_steps": SETTINGS.num_steps}}}
+    rows = StopsAt(*make_paths(make_lengths(14)), SETTINGS.batch_tokens, 0)
+    rows.stop_step = 9
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path, rows=rows, **options)
+    printed = capsys.readouterr().out
+    assert f"{SETTINGS.num_steps} steps of {SETTINGS.batch_tokens} tokens" in printed
+    assert "a checkpoint takes 0." in printed
+    run(tmp_path, **options)
     shown = {row["_step"]: row for row in offline_history(tmp_path)}
     lines = read_metrics(tmp_path / METRICS)
     assert shown.keys() == {line["step"] for line in lines}
