@@ -25,6 +25,7 @@ from headstart.heads.errors import WrongInput
 MANIFEST = "manifest.json"
 MANIFEST_SCHEMA = "headstart.manifest/1"
 STAGES = ".stages"
+ABSENT = "absent"  # state of a stage that has no folder
 
 
 @contextmanager
@@ -144,6 +145,10 @@ class Stage:
         return str(self.manifest["key"])
 
     @property
+    def begun(self) -> bool:
+        return bool(self.manifest["state"] != ABSENT)
+
+    @property
     def complete(self) -> bool:
         return bool(self.manifest["state"] == "complete")
 
@@ -259,6 +264,15 @@ def open_stage(root: Path, stage: str, inputs: dict[str, Any], seed: int) -> Sta
             )
         return Stage(folder, manifest)
     return new_stage(folder, stage, inputs, seed)
+
+
+def stage_there(root: Path, stage: str, inputs: dict[str, Any]) -> Stage:
+    """The stage of these inputs as it stands; of one that was not begun no folder is made, and nothing is recorded."""
+    key = hash_json(inputs)
+    folder = stage_folder(root, stage, key)
+    if (folder / MANIFEST).exists():
+        return Stage(folder, read_json(folder / MANIFEST, MANIFEST_SCHEMA))
+    return Stage(folder, {"key": key, "inputs": inputs, "outputs": {}, "state": ABSENT})
 
 
 def new_stage(folder: Path, stage: str, inputs: dict[str, Any], seed: int) -> Stage:

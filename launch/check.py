@@ -1,8 +1,9 @@
 """Checks of a recipe against its target and prompts, before anything is computed: config and tokenizer, no weights."""
 
 import re
+import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -46,6 +47,8 @@ class Checked:
     """The requests of every prompt; none where rendering was not asked for."""
     starts: dict[str, Start]
     """The heads that heads start from, by variant; the only head has no name."""
+    seconds: dict[str, float] = field(default_factory=dict)
+    """What a run does again: gathering prompts, and rendering requests for traffic."""
 
 
 def check_loaded(
@@ -71,7 +74,9 @@ def check_loaded(
     recipe, processes = loaded.shared, processes or Processes()
     found: Findings = []
     target = attempt(found, "target.model", lambda: TargetLoader(recipe.target, need_weights=need_weights))
+    began = time.perf_counter()
     prompts = read_prompts(found, recipe.prompts, path.parent)
+    seconds = {"prompts": time.perf_counter() - began, "traffic": 0.0}
     attempt(found, "target.device", lambda: check_device(recipe.target.device))
     root = Path(recipe.run.root).expanduser()
     starts: dict[str, Start] = {}
@@ -89,7 +94,9 @@ def check_loaded(
         facts = target.facts
         attempt(found, "eval.previous", lambda: previous_folder(recipe.eval.previous, root, facts))
         if prompts is not None and render and target.tokenizer.chat_template:
+            began = time.perf_counter()
             planned = attempt(found, "prompts.sources", partial(plan_traffic, target, prompts.prompts, recipe.traffic))
+            seconds["traffic"] = time.perf_counter() - began
         if recipe.target.sharded and target.has_weights:
             attempt(found, "target.sharded", lambda: check_parts(facts.name, target.folder))
         if here and not found:
@@ -97,7 +104,7 @@ def check_loaded(
             found += [] if needs is None or needs.fits else [("target.model", needs.refusal())]
     if found or target is None or prompts is None:
         raise WrongInput(describe(path, [Problem(place_of(path, overrides, key), key, text) for key, text in found]))
-    return Checked(target, prompts, planned or Planned({}, LeftOut()), starts)
+    return Checked(target, prompts, planned or Planned({}, LeftOut()), starts, seconds)
 
 
 def read_prompts(found: Findings, settings: PromptSettings, base: Path) -> PromptSet | None:

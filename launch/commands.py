@@ -144,9 +144,11 @@ def train_head(
         run.claim({"settings": training_settings(recipe), "start": start_identity(start)})
         run.write_recipe(dump_recipe(recipe, comment))
         print(f"run {run.folder}\nthreads: {threads}")
+        from headstart.launch.prediction import print_comparison
         from headstart.launch.stages import run_train
 
         run_train(recipe, path, run, processes)
+        print_comparison(run, recipe, training_settings(recipe))
 
 
 def compare_claims(loaded: Loaded, starts: "Mapping[str, Start] | None" = None) -> None:

@@ -28,6 +28,7 @@ from headstart.launch.needs import Needs, Row
 from headstart.launch.settings import Recipe
 from headstart.trainer.features import gigabytes, stored_dtype, token_bytes
 
+CACHE_PAYS = "epochs from which on reading states is faster than computing them"
 PROBE_S = 0.3  # seconds each rate is measured for
 PROBE_ROWS = 512
 PROBE_BYTES = 1 << 26
@@ -158,7 +159,7 @@ def time_rows(work: Work, machine: Machine) -> list[Row]:
         ("states", read.hours(work.tokens), f"{told(read)}, if servers answer and it only reads"),
         ("train", train.hours(work.trained_tokens), told(train) + passes),
         ("stored", gigabytes(work.stored_bytes), most),
-        ("cache pays", break_even(work, machine), "epochs from which on reading states is faster than computing them"),
+        ("cache pays", break_even(work, machine), CACHE_PAYS),
     ]
 
 
@@ -167,9 +168,19 @@ def told(stage: Stage) -> str:
 
 
 def break_even(work: Work, machine: Machine) -> str:
-    """Computing costs a micro-batch's pass an epoch; storing costs a long pass, writing, and reading an epoch."""
+    """By the passes of training's micro-batches against longer ones."""
     compute, store = 1 / streaming(work, machine).rate, 1 / passing(work, machine, work.pass_tokens, 0).rate
-    move = work.token_bytes / (machine.disk * 1e9)
+    return epochs(compute, store, work.token_bytes / (machine.disk * 1e9))
+
+
+def epochs(compute: float, store: float, move: float) -> str:
+    """From which on it pays to store states, by the seconds of a token.
+
+    Args:
+        compute: in a pass of an epoch, where nothing is stored.
+        store: in the pass whose states are stored.
+        move: to write it once, and to read it in an epoch.
+    """
     if compute <= move:
         return "never"
     return f"{math.ceil((store + move) / (compute - move)):,}"

@@ -1,5 +1,6 @@
 """What training a recipe would do: derived values with reasons, stages that run or are reused, disk."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -9,14 +10,25 @@ from headstart.heads.start import Start
 from headstart.heads.store import MANIFEST, MANIFEST_SCHEMA, Stage, hash_json, read_json, stage_folder
 from headstart.heads.target import choose_device
 from headstart.launch.check import Checked
-from headstart.launch.commands import run_folder
-from headstart.launch.estimate import measure_machine, time_rows, work_of
+from headstart.launch.commands import run_folder, shared_settings, training_settings
+from headstart.launch.estimate import CACHE_PAYS, epochs, measure_machine, time_rows, work_of
 from headstart.launch.needs import Needs, Row, measure_needs, memory_rows
+from headstart.launch.prediction import (
+    BEFORE_TRAINING,
+    Predicted,
+    comparison,
+    keep,
+    predict_states,
+    predict_training,
+    remaining_rows,
+    took,
+)
+from headstart.launch.remaining import remaining, steps_done
 from headstart.launch.run import RunFolder
+from headstart.launch.sample import Sample, take_sample
 from headstart.launch.settings import Recipe
 from headstart.launch.storing import choose_mode
 from headstart.launch.variants import Loaded
-from headstart.trainer.checkpoint import pointed
 from headstart.trainer.features import (
     expected_bytes,
     features_inputs,
@@ -41,6 +53,11 @@ class Asked:
     rates: dict[str, float] = field(default_factory=dict)
     """By the names of `estimate.Machine`; what is not given is measured here."""
 
+    @property
+    def elsewhere(self) -> bool:
+        """Whether anything differs from this process on this machine, of which a sample can be taken."""
+        return self.processes > 1 or self.tokens > 0 or bool(self.rates)
+
 
 def print_plan(loaded: Loaded, path: Path, checked: Checked, threads: str, asked: Asked | None = None) -> None:
     """Print the plan of a checked recipe; with `asked` also how long its stages take there."""
@@ -63,8 +80,56 @@ def print_plan(loaded: Loaded, path: Path, checked: Checked, threads: str, asked
         needs = replace(needs, num_processes=asked.processes)
     table("memory", memory_rows(needs))
     table("disk", disk(recipe, planned[1], mode, checked, run))
-    if asked is not None:
+    if asked is None:
+        return
+    if asked.elsewhere or not checked.target.has_weights or not needs.fits or recipe.target.sharded:
         table("time", times(recipe, checked, needs, run, asked))
+    else:
+        table("time", sampled_times(loaded, path, checked))
+
+
+def sampled_times(loaded: Loaded, path: Path, checked: Checked) -> list[Row]:
+    """What finished stages took beside what was predicted of them, and what the others are going to take, by a sample."""
+    recipe, heads = loaded.shared, loaded.recipes
+    runs = {name: run_folder(own) for name, own in heads.items()}
+    left, done = remaining(recipe, path, checked, run_folder(recipe)), {name: steps_done(runs[name]) for name in runs}
+    to_train = {name: own for name, own in heads.items() if done[name] < own.train.num_steps}
+    sample = take_sample(recipe, to_train, left, run_folder(recipe)) if left.shares or to_train else None
+    predicted = predict_states(recipe, left, sample.answers, checked.seconds) if sample else {}
+    begun = [name for name in BEFORE_TRAINING if getattr(left, name).begun]
+    settings = shared_settings(recipe) if loaded.variants else training_settings(recipe)
+    rows = time_rows_of(run_folder(recipe), settings, predicted, begun, BEFORE_TRAINING)
+    for name, own in heads.items():
+        predicted = {}
+        if sample is not None and name in to_train:
+            predicted = predict_training(own, left, sample.answers, sample.heads[name], done[name])
+        begun = ["train"] if done[name] else []
+        shown, steps = ("train", "eval"), own.train.num_steps
+        own_rows = time_rows_of(runs[name], training_settings(own), predicted, begun, shown, steps)
+        rows += of_variant(name, own_rows)
+    return rows + ([cache_row(sample)] if sample and sample.answers.read_token else [])
+
+
+def time_rows_of(
+    run: RunFolder,
+    settings: dict[str, object],
+    predicted: Predicted,
+    begun: Sequence[str],
+    shown: Sequence[str],
+    num_steps: int = 0,
+) -> list[Row]:
+    """Rows of some stages of a run, and what is predicted of those that have not begun is kept for it."""
+    kept = keep(run, settings, {name: found for name, found in predicted.items() if name not in begun})
+    finished = {name: seconds for name, seconds in took(run, num_steps).items() if name in shown}
+    return comparison(kept, finished) + remaining_rows(predicted)
+
+
+def cache_row(sample: Sample) -> Row:
+    """From which epoch on stored states are worth their disk; all heads read the same."""
+    stored = max(times.stored_token for times in sample.heads.values())
+    computed = (sample.answers.read_token or 0.0) / sample.answers.workers
+    told = f"{CACHE_PAYS}: {1000 * stored:.3f} ms a token against {1000 * computed:.3f} ms"
+    return "cache pays", epochs(computed, stored), told
 
 
 def times(recipe: Recipe, checked: Checked, needs: Needs, run: RunFolder, asked: Asked) -> list[Row]:
@@ -140,8 +205,7 @@ def stages(planned: tuple[Stage, Stage], mode: str, checked: Checked, run: RunFo
 
 def head_stages(recipe: Recipe, run: RunFolder) -> list[Row]:
     """The stages of one head."""
-    last = pointed(run.checkpoints, "last")
-    step = int(last.name.removeprefix("step-")) if last else 0
+    step = steps_done(run)
     state = "runs" if not step else f"continues from step {step:,}" if step < recipe.train.num_steps else "done"
     return [
         ("train", "", f"{state} ({recipe.train.num_steps:,} steps)"),

@@ -202,6 +202,7 @@ BAKEOFF = {
     ),
 }
 REHEARSAL = {"schema": ("headstart.rehearsal/1",), "num_steps": int, "variants": dict}
+PREDICTION = {"schema": ("headstart.plan/1",), "key": str, "threads": int, "stages": dict}
 DIVERGENCE = {
     "prompt_id": str,
     "position": int,

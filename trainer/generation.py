@@ -82,13 +82,14 @@ class Generator:
         self,
         requests: Sequence[Request],
         states_dtype: torch.dtype | None = None,
-        progress: Callable[[int, int], None] | None = None,
+        progress: Callable[[int, int, int], None] | None = None,
     ) -> list[Reply]:
         """Answer all requests, longest prompt first, in their given order.
 
         Args:
             states_dtype: precision that the states of a reply are kept in; None keeps none.
-            progress: called after every pass with the number of new reply tokens and of finished replies.
+            progress: called after every pass with the number of new reply tokens, of finished replies, and of prompt tokens
+                that were read, 0 where the pass only went on with replies.
         """
         replies = [Reply() for _ in requests]
         waiting = sorted(range(len(requests)), key=lambda i: (len(requests[i].token_ids), i))  # pop() takes the longest
@@ -100,16 +101,16 @@ class Generator:
             if waiting and self.num_slots - len(slots) >= min(enough, len(waiting)):
                 new = self._take(requests, replies, waiting, free_buffers, self.num_slots - len(slots))
                 self._prefill(new, len(slots), states_dtype is not None)
-                fresh = new
+                num_new, read = len(new), sum(len(slot.request.token_ids) for slot in new)
                 slots += new
             else:
                 self._step(slots, states_dtype is not None)
-                fresh = slots
+                num_new, read = len(slots), 0
             finished = self._finish(slots, free_buffers, states_dtype)
             if finished and slots:
                 self.cache.shrink(max(slot.position for slot in slots) + 1)
             if progress is not None:
-                progress(len(fresh), finished)
+                progress(num_new, finished, read)
         return replies
 
     def _take(

@@ -23,8 +23,8 @@ class Progress:
         self._began = time.monotonic()
         self._printed = self._began
 
-    def add(self, tokens: int, finished: int) -> None:
-        """Count new tokens and finished requests; called from every worker.
+    def add(self, tokens: int, finished: int, read: int = 0) -> None:
+        """Count new tokens and finished requests, of a pass that read so many prompt tokens; called from every worker.
 
         Raises:
             Stopped: `stop` was called.

@@ -1,0 +1,168 @@
+"""A small sample of each stage, made here with the code that the stage runs: what a plan's seconds are told by.
+
+Real prompts of the recipe are answered in its slots by as many workers, and its head is trained for some steps on the states
+that come of it. The recipe's own stages are not touched: all of it lies in a temporary folder of `run.root`.
+"""
+
+import os
+import shutil
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, redirect_stdout
+from dataclasses import dataclass, replace
+from io import StringIO
+
+import numpy as np
+
+from headstart.heads.paths import read_paths
+from headstart.heads.store import remove_leftovers
+from headstart.heads.target import TargetLoader
+from headstart.launch.remaining import Remaining
+from headstart.launch.run import RunFolder
+from headstart.launch.settings import Recipe
+from headstart.launch.stages import open_job
+from headstart.trainer.data import EvaluationRows
+from headstart.trainer.features import stored_dtype
+from headstart.trainer.progress import duration
+from headstart.trainer.rehearsal import (
+    ReplyTimes,
+    rehearse_replies,
+    seconds_of_validation,
+    seconds_per_step,
+    seconds_to_load_batches,
+    seconds_to_read,
+)
+from headstart.trainer.traffic import Chunk, num_requests
+from headstart.trainer.workers import num_workers
+
+REPLY_SECONDS = 30.0  # of replies, as far as a first pass can tell; a slow target answers fewer prompts for it
+STEP_SECONDS = 12.0  # of optimiser steps, of all heads together
+MOST_STEPS = 20
+MOST_TOKENS = 256  # of a sampled reply; longer ones are extrapolated
+READ_PROMPTS = 16  # that tell what a pass takes
+
+
+@dataclass(frozen=True)
+class HeadTimes:
+    """Seconds of a head's training."""
+
+    step: float
+    validation_token: float
+    stored_token: float  # to read a token's states and pack them
+
+
+@dataclass(frozen=True)
+class Answers:
+    """Seconds of the target's part; of replies and passes those of one worker."""
+
+    workers: int  # that answer chunks side by side, at most
+    load: Mapping[str, float]  # the target, by precision
+    replies: Mapping[bool, ReplyTimes]  # by whether prompts are trained on
+    read_token: float | None  # the target's states of a token; None where no stage needs them
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Seconds of everything that stages are made of."""
+
+    answers: Answers
+    heads: Mapping[str, HeadTimes]  # by variant
+
+
+def take_sample(recipe: Recipe, heads: Mapping[str, Recipe], left: Remaining, run: RunFolder) -> Sample:
+    """Time what is left to do.
+
+    Args:
+        heads: the recipes of the variants that are not trained yet.
+    """
+    run.root.mkdir(parents=True, exist_ok=True)
+    remove_leftovers(run.root)
+    with temporary_run(run) as trial:
+        if left.states_are_there:
+            trial.link("traffic", left.traffic.folder)
+            trial.link("features", left.features.folder)
+            answers = Answers(1, {}, {}, None)
+        else:
+            answers = sample_answers(recipe, left, trial)
+        times = {name: time_head(own, trial, STEP_SECONDS / len(heads)) for name, own in heads.items()}
+    return Sample(answers, times)
+
+
+def sample_answers(recipe: Recipe, left: Remaining, trial: RunFolder) -> Answers:
+    """Let the target answer prompts that are trained on, and others where these take another time; their states stay."""
+    targets = TargetLoader(recipe.target, left.taps)
+    load: dict[str, float] = {}
+    replies: dict[bool, ReplyTimes] = {}
+    read: list[float] = []
+    for train in left.sampled_splits(targets.dtype, recipe.traffic):
+        dtype = targets.dtype if train else recipe.traffic.eval_dtype
+        began = time.perf_counter()
+        target = targets(dtype)
+        load.setdefault(dtype, time.perf_counter() - began)
+        chunks = [chunk for chunk in left.chunks if (chunk.split == "train") == train]
+        workers = num_workers(target, len(chunks))
+        asked = [np.array(ids) for ids in left.token_ids(chunks)[:READ_PROMPTS]]
+        with silent():
+            read.append(seconds_to_read(target, asked, workers))
+            few = sampled_chunks(chunks, left, recipe, workers, read[-1])
+            replies[train], traffic, features = rehearse_replies(
+                targets, few, left.talks, recipe.traffic, MOST_TOKENS, trial.folder / str(train), recipe.run.seed
+            )
+        tell(f"{num_requests(few, left.talks)} replies in {dtype}", began)
+        if train:
+            trial.link("traffic", traffic.folder)
+            trial.link("features", features.folder)
+    return Answers(num_workers(target, len(left.chunks)), load, replies, read[0])
+
+
+def sampled_chunks(chunks: list[Chunk], left: Remaining, recipe: Recipe, workers: int, token: float) -> list[Chunk]:
+    """A chunk for every worker, of prompts from all of `chunks`: as many as it has slots, or as there is time for.
+
+    Args:
+        token: seconds that one takes a worker in a pass that reads.
+    """
+    prompts = [prompt for chunk in chunks for prompt in chunk.prompts]
+    requests = num_requests(chunks, left.talks) / len(prompts)
+    longest = min(recipe.traffic.max_new_tokens, MOST_TOKENS)
+    tokens = sum(map(len, left.token_ids(chunks))) / len(prompts) + requests * longest
+    number = min(recipe.traffic.slots / requests, REPLY_SECONDS / (token * tokens))
+    number = min(max(round(number), 1) * workers, len(prompts))
+    chosen = [prompts[i] for i in np.linspace(0, len(prompts) - 1, number).round().astype(int)]
+    dtype = stored_dtype(chunks[0].split, recipe.traffic)
+    return [Chunk(worker, chunks[0].split, chosen[worker::workers], dtype) for worker in range(min(workers, number))]
+
+
+def time_head(recipe: Recipe, trial: RunFolder, budget: float) -> HeadTimes:
+    """Steps and a validation of a head on the trial's states."""
+    recipe = replace(recipe, train=replace(recipe.train, cut_replies=True))  # the sample may have cut all of them
+    with silent():
+        job = open_job(recipe, trial)
+    validation = list(read_paths(trial.folder / "traffic", "validation"))
+    paths = validation or job.rows.paths[: recipe.prompts.num_validation]
+    rows = EvaluationRows(paths, job.rows.features, recipe.train.batch_tokens)
+    began = time.perf_counter()
+    step = seconds_per_step(job, MOST_STEPS, budget)
+    num_tokens = sum(len(path.token_N) - 1 for path in paths)
+    times = HeadTimes(step, seconds_of_validation(job, rows) / num_tokens, seconds_to_load_batches(rows))
+    tell(f"optimiser steps of a {recipe.head.kind} head and a validation", began)
+    return times
+
+
+@contextmanager
+def temporary_run(run: RunFolder) -> Iterator[RunFolder]:
+    """A run folder beside the one that is planned, which is gone afterwards."""
+    folder = run.root / f".{run.name}.{os.getpid()}.tmp"
+    folder.mkdir()
+    try:
+        yield RunFolder(folder)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def silent() -> redirect_stdout:
+    """What stages print of a sample would be taken for the recipe's."""
+    return redirect_stdout(StringIO())
+
+
+def tell(what: str, began: float) -> None:
+    print(f"sampled: {what}, {duration(time.perf_counter() - began)}", flush=True)
