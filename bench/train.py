@@ -7,6 +7,9 @@ vocabulary 49,152), packed steps of 1,024 tokens. A timed step is everything a s
 backward, clipping, AdamW. "Real" tokens are slots of paths, prompts included, without filler. Features and tokens are
 random, which costs what real ones cost; lengths are drawn like those of recorded chat traffic (prompts of about 67 tokens,
 replies of about 123 cut at 192), or taken from a traffic folder.
+
+MFU is the share of a measured ceiling: operations of all products of the first step a token (torch's own count, forward and
+backward), times tokens/s, over what the fastest of some plain products of that precision reach on this machine just before.
 """
 
 import argparse
@@ -35,7 +38,8 @@ def main() -> None:
     apply_threads(threads)
     print(f"threads: {threads}")
     lengths = recorded_lengths(arguments.traffic) if arguments.traffic else drawn_lengths(200)
-    print(f"{'products':<10}{'tokens/s':>10}{'pairs/s':>10}{'ms/step':>10}{'tokens/step':>13}{'filler':>8}")
+    header = f"{'products':<10}{'tokens/s':>10}{'pairs/s':>10}{'ms/step':>10}{'tokens/step':>13}{'filler':>8}"
+    print(header + f"{'GFLOP/step':>12}{'ceiling':>14}{'MFU':>8}")
     for dtype in arguments.dtype:
         print(measure(dtype, lengths, arguments.warmup, arguments.steps, arguments.loss, arguments.kind), flush=True)
 
@@ -58,12 +62,21 @@ def recorded_lengths(folder: FilePath) -> list[tuple[int, int]]:
 
 def measure(dtype: str, lengths: list[tuple[int, int]], warmup: int, steps: int, loss: str, kind: str) -> str:
     """One line of the table."""
+    import torch
+    from torch.utils.flop_counter import FlopCounterMode
+
     from headstart.heads.memory import keep_freed_memory
     from headstart.trainer.loop import optimizer_step
 
     keep_freed_memory()
+    best = ceiling(dtype)
     job = make_job(dtype, lengths, warmup + steps, loss, kind)
-    for step in range(1, warmup + 1):
+    # Torch counts every product but the one that adds to its first argument in place.
+    in_place = {torch.ops.aten.addmm_: lambda _, left, right, **options: 2 * left[0] * left[1] * right[1]}
+    with FlopCounterMode(display=False, custom_mapping=in_place) as counter:
+        optimizer_step(job, 1)
+    each = counter.get_total_flops() / job.rows.step_tokens(1)
+    for step in range(2, warmup + 1):
         optimizer_step(job, step)
     tokens, pairs = 0, 0.0
     began = time.perf_counter()
@@ -74,8 +87,20 @@ def measure(dtype: str, lengths: list[tuple[int, int]], warmup: int, steps: int,
     slots = sum(-(-job.rows.step_tokens(step) // 64) * 64 for step in range(warmup + 1, warmup + steps + 1))
     return (
         f"{dtype:<10}{tokens / seconds:>10,.0f}{pairs / seconds:>10,.0f}{1e3 * seconds / steps:>10,.0f}"
-        f"{tokens / steps:>13,.0f}{1 - tokens / slots:>8.1%}"
+        f"{tokens / steps:>13,.0f}{1 - tokens / slots:>8.1%}{each * tokens / steps / 1e9:>12,.1f}"
+        f"{best / 1e9:>8,.0f} GF/s{each * tokens / seconds / best:>8.1%}"
     )
+
+
+def ceiling(dtype: str) -> float:
+    """Operations a second of plain products in this precision, of the fastest of some sizes."""
+    import torch
+
+    from headstart.heads.precision import DTYPES
+    from headstart.launch.estimate import product_rate
+
+    device = torch.device("cpu")
+    return max(product_rate(width, DTYPES[dtype], device) for width in (HIDDEN, 2 * HIDDEN, 4 * HIDDEN))
 
 
 def make_job(dtype: Any, lengths: list[tuple[int, int]], num_steps: int, loss: Any, kind: str) -> Any:

@@ -82,10 +82,11 @@ def print_plan(loaded: Loaded, path: Path, checked: Checked, threads: str, asked
     table("disk", disk(recipe, planned[1], mode, checked, run))
     if asked is None:
         return
-    if asked.elsewhere or not checked.target.has_weights or not needs.fits or recipe.target.sharded:
-        table("time", times(recipe, checked, needs, run, asked))
-    else:
+    here = not asked.elsewhere and checked.target.has_weights and needs.fits and not recipe.target.sharded
+    if here and not recipe.prompts.num_synthesized:  # prompts that are not written yet cannot be counted
         table("time", sampled_times(loaded, path, checked))
+    else:
+        table("time", times(recipe, checked, needs, run, asked))
 
 
 def sampled_times(loaded: Loaded, path: Path, checked: Checked) -> list[Row]:
@@ -107,7 +108,7 @@ def sampled_times(loaded: Loaded, path: Path, checked: Checked) -> list[Row]:
         shown, steps = ("train", "eval"), own.train.num_steps
         own_rows = time_rows_of(runs[name], training_settings(own), predicted, begun, shown, steps)
         rows += of_variant(name, own_rows)
-    return rows + ([cache_row(sample)] if sample and sample.answers.read_token else [])
+    return rows + ([cache_row(sample)] if sample and sample.heads and sample.answers.read_token else [])
 
 
 def time_rows_of(

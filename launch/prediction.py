@@ -24,10 +24,11 @@ from headstart.launch.remaining import Remaining, num_validations
 from headstart.launch.run import RunFolder
 from headstart.launch.sample import Answers, HeadTimes
 from headstart.launch.settings import Recipe
+from headstart.trainer.features import has
 from headstart.trainer.metrics import METRICS
 from headstart.trainer.progress import duration
 from headstart.trainer.rehearsal import makespan, seconds_of_chunk
-from headstart.trainer.traffic import Chunk, has, keeps_replies
+from headstart.trainer.traffic import Chunk, keeps_replies
 
 PLAN, SCHEMA = "plan.json", "headstart.plan/1"
 BEFORE_TRAINING = ("prompts", "traffic", "features")
@@ -36,14 +37,12 @@ Predicted = dict[str, dict[str, Any]]
 
 
 def predict_states(recipe: Recipe, left: Remaining, answers: Answers, checks: Mapping[str, float]) -> Predicted:
-    """What is left of the stages before training; nothing of what servers or synthesis decide.
+    """What is left of the stages before training; where servers answer, their pace is unknown, and with it that of traffic.
 
     Args:
         checks: seconds of what the checks have done already, and a run does again, by stage.
     """
     found: Predicted = {}
-    if recipe.prompts.num_synthesized and not left.prompts.complete:
-        return found
     if not left.prompts.complete:
         found["prompts"] = {"seconds": checks["prompts"]}
     if left.shares and not any(share.served for share in left.shares):
@@ -113,9 +112,8 @@ def keep(run: RunFolder, settings: Mapping[str, Any], predicted: Predicted) -> P
 def read_kept(run: RunFolder, settings: Mapping[str, Any]) -> Predicted:
     """What was predicted for a run of these settings."""
     file = run.folder / PLAN
-    content = read_json(file, SCHEMA) if file.exists() else {"key": None}
-    kept: Predicted = content["stages"] if content["key"] == hash_json(settings) else {}
-    return kept
+    content: dict[str, Any] = read_json(file, SCHEMA) if file.exists() else {"key": None}
+    return content["stages"] if content["key"] == hash_json(settings) else {}
 
 
 def took(run: RunFolder, num_steps: int = 0) -> dict[str, float]:

@@ -94,7 +94,8 @@ def sample_answers(recipe: Recipe, left: Remaining, trial: RunFolder) -> Answers
     load: dict[str, float] = {}
     replies: dict[bool, ReplyTimes] = {}
     read: list[float] = []
-    for train in left.sampled_splits(targets.dtype, recipe.traffic):
+    splits = left.sampled_splits(targets.dtype, recipe.traffic)
+    for train in splits:
         dtype = targets.dtype if train else recipe.traffic.eval_dtype
         began = time.perf_counter()
         target = targets(dtype)
@@ -104,7 +105,7 @@ def sample_answers(recipe: Recipe, left: Remaining, trial: RunFolder) -> Answers
         asked = [np.array(ids) for ids in left.token_ids(chunks)[:READ_PROMPTS]]
         with silent():
             read.append(seconds_to_read(target, asked, workers))
-            few = sampled_chunks(chunks, left, recipe, workers, read[-1])
+            few = sampled_chunks(chunks, left, recipe, workers, read[-1] * len(splits) / REPLY_SECONDS)
             replies[train], traffic, features = rehearse_replies(
                 targets, few, left.talks, recipe.traffic, MOST_TOKENS, trial.folder / str(train), recipe.run.seed
             )
@@ -115,17 +116,17 @@ def sample_answers(recipe: Recipe, left: Remaining, trial: RunFolder) -> Answers
     return Answers(num_workers(target, len(left.chunks)), load, replies, read[0])
 
 
-def sampled_chunks(chunks: list[Chunk], left: Remaining, recipe: Recipe, workers: int, token: float) -> list[Chunk]:
+def sampled_chunks(chunks: list[Chunk], left: Remaining, recipe: Recipe, workers: int, share: float) -> list[Chunk]:
     """A chunk for every worker, of prompts from all of `chunks`: as many as it has slots, or as there is time for.
 
     Args:
-        token: seconds that one takes a worker in a pass that reads.
+        share: of the time there is, that a worker takes to read a token.
     """
     prompts = [prompt for chunk in chunks for prompt in chunk.prompts]
     requests = num_requests(chunks, left.talks) / len(prompts)
     longest = min(recipe.traffic.max_new_tokens, MOST_TOKENS)
     tokens = sum(map(len, left.token_ids(chunks))) / len(prompts) + requests * longest
-    number = min(recipe.traffic.slots / requests, REPLY_SECONDS / (token * tokens))
+    number = min(recipe.traffic.slots / requests, 1 / (share * tokens))
     number = min(max(round(number), 1) * workers, len(prompts))
     chosen = [prompts[i] for i in np.linspace(0, len(prompts) - 1, number).round().astype(int)]
     dtype = stored_dtype(chunks[0].split, recipe.traffic)
