@@ -84,18 +84,19 @@ def print_plan(loaded: Loaded, path: Path, checked: Checked, threads: str, asked
         return
     here = not asked.elsewhere and checked.target.has_weights and needs.fits and not recipe.target.sharded
     if here and not recipe.prompts.num_synthesized:  # prompts that are not written yet cannot be counted
-        table("time", sampled_times(loaded, path, checked))
+        table("time", sampled_times(loaded, path, checked, mode))
     else:
         table("time", times(recipe, checked, needs, run, asked))
 
 
-def sampled_times(loaded: Loaded, path: Path, checked: Checked) -> list[Row]:
+def sampled_times(loaded: Loaded, path: Path, checked: Checked, mode: str) -> list[Row]:
     """What finished stages took beside what was predicted of them, and what the others are going to take, by a sample."""
     recipe, heads = loaded.shared, loaded.recipes
     runs = {name: run_folder(own) for name, own in heads.items()}
-    left, done = remaining(recipe, path, checked, run_folder(recipe)), {name: steps_done(runs[name]) for name in runs}
+    left = remaining(recipe, path, checked, run_folder(recipe), mode)
+    done = {name: steps_done(runs[name]) for name in runs}
     to_train = {name: own for name, own in heads.items() if done[name] < own.train.num_steps}
-    sample = take_sample(recipe, to_train, left, run_folder(recipe)) if left.shares or to_train else None
+    sample = take_sample(recipe, to_train, left, run_folder(recipe), mode) if left.shares or to_train else None
     predicted = predict_states(recipe, left, sample.answers, checked.seconds) if sample else {}
     begun = [name for name in BEFORE_TRAINING if getattr(left, name).begun]
     settings = shared_settings(recipe) if loaded.variants else training_settings(recipe)
@@ -130,7 +131,7 @@ def cache_row(sample: Sample) -> Row:
     stored = max(times.stored_token for times in sample.heads.values())
     computed = (sample.answers.read_token or 0.0) / sample.answers.workers
     told = f"{CACHE_PAYS}: {1000 * stored:.3f} ms a token against {1000 * computed:.3f} ms"
-    return "cache pays", epochs(computed, stored), told
+    return "cache pays", epochs(computed, computed, stored), told
 
 
 def times(recipe: Recipe, checked: Checked, needs: Needs, run: RunFolder, asked: Asked) -> list[Row]:

@@ -10,7 +10,7 @@ from headstart.launch.run import RunFolder
 from headstart.launch.settings import Recipe
 from headstart.trainer.checkpoint import pointed
 from headstart.trainer.conversations import Conversation
-from headstart.trainer.features import features_inputs, find_features, has, needs_features
+from headstart.trainer.features import features_inputs, find_features, has, needs_features, stored_splits
 from headstart.trainer.prompts import prompt_inputs
 from headstart.trainer.settings import TrafficSettings, TrainSettings
 from headstart.trainer.traffic import Chunk, Share, plan_chunks, shares, traffic_inputs
@@ -59,18 +59,19 @@ class Remaining:
         return [True, False] if others and not alike else [True]
 
 
-def remaining(recipe: Recipe, path: Path, checked: Checked, run: RunFolder) -> Remaining:
-    """What is left before training; no folder is made."""
+def remaining(recipe: Recipe, path: Path, checked: Checked, run: RunFolder, mode: str) -> Remaining:
+    """What is left before training, of a run that stores states as `mode` says; no folder is made."""
     target, settings, seed = checked.target, recipe.traffic, recipe.run.seed
     talks = checked.planned.conversations
     prompts = stage_there(run.root, "prompts", prompt_inputs(recipe.prompts, path.parent, seed, target))
     traffic = stage_there(run.root, "traffic", traffic_inputs(target, prompts, settings, seed))
-    inputs = features_inputs(target, traffic)
+    stored = stored_splits(mode)
+    inputs = features_inputs(target, traffic, stored)
     more = find_features(run.root, inputs) if traffic.complete else None
     features = stage_there(run.root, "features", inputs)
     if more is not None:
         features = Stage(more, read_json(more / MANIFEST, MANIFEST_SCHEMA))
-    chunks = plan_chunks([prompt for prompt in checked.prompts.prompts if prompt.prompt_id in talks], settings)
+    chunks = plan_chunks([prompt for prompt in checked.prompts.prompts if prompt.prompt_id in talks], settings, stored)
     todo = [chunk for chunk in chunks if not has(traffic, chunk.part) or needs_features(features, chunk)]
     return Remaining(
         prompts, traffic, features, target.taps, talks, chunks, shares(todo, traffic, target.dtype, settings)

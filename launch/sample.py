@@ -20,7 +20,7 @@ from headstart.heads.target import TargetLoader
 from headstart.launch.remaining import Remaining
 from headstart.launch.run import RunFolder
 from headstart.launch.settings import Recipe
-from headstart.launch.stages import open_job
+from headstart.launch.stages import open_job, stored_features, target_loader
 from headstart.trainer.data import EvaluationRows
 from headstart.trainer.features import stored_dtype
 from headstart.trainer.progress import duration
@@ -69,11 +69,12 @@ class Sample:
     heads: Mapping[str, HeadTimes]  # by variant
 
 
-def take_sample(recipe: Recipe, heads: Mapping[str, Recipe], left: Remaining, run: RunFolder) -> Sample:
+def take_sample(recipe: Recipe, heads: Mapping[str, Recipe], left: Remaining, run: RunFolder, mode: str) -> Sample:
     """Time what is left to do.
 
     Args:
         heads: the recipes of the variants that are not trained yet.
+        mode: cache or stream; steps of the latter let the target read their rows.
     """
     run.root.mkdir(parents=True, exist_ok=True)
     remove_leftovers(run.root)
@@ -84,7 +85,11 @@ def take_sample(recipe: Recipe, heads: Mapping[str, Recipe], left: Remaining, ru
             answers = Answers(1, {}, {}, None)
         else:
             answers = sample_answers(recipe, left, trial)
-        times = {name: time_head(own, trial, STEP_SECONDS / len(heads)) for name, own in heads.items()}
+        times = {}
+        for name, own in heads.items():
+            # The sample may have cut all of its replies.
+            train, features = replace(own.train, cut_replies=True), replace(own.features, mode=mode)
+            times[name] = time_head(replace(own, train=train, features=features), trial, STEP_SECONDS / len(heads))
     return Sample(answers, times)
 
 
@@ -135,12 +140,11 @@ def sampled_chunks(chunks: list[Chunk], left: Remaining, recipe: Recipe, workers
 
 def time_head(recipe: Recipe, trial: RunFolder, budget: float) -> HeadTimes:
     """Steps and a validation of a head on the trial's states."""
-    recipe = replace(recipe, train=replace(recipe.train, cut_replies=True))  # the sample may have cut all of them
     with silent():
         job = open_job(recipe, trial)
     validation = list(read_paths(trial.folder / "traffic", "validation"))
     paths = validation or job.rows.paths[: recipe.prompts.num_validation]
-    rows = EvaluationRows(paths, job.rows.features, recipe.train.batch_tokens)
+    rows = EvaluationRows(paths, stored_features(trial, target_loader(recipe)), recipe.train.batch_tokens)
     began = time.perf_counter()
     step = seconds_per_step(job, MOST_STEPS, budget)
     num_tokens = sum(len(path.token_N) - 1 for path in paths)

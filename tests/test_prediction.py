@@ -147,8 +147,8 @@ def test_a_finished_run_shows_what_it_took_beside_what_was_predicted(
     assert (folder / "runs" / "one" / PLAN).read_bytes() == kept
 
     # Replies and states are there: only the head is sampled, on them, and a plan of other settings replaces another one.
-    for steps in (9, 11):
-        assert cli.run([*arguments, "run.name=two", f"train.num_steps={steps}"]) == 0
+    for steps, mode in ((9, "cache"), (11, "stream")):
+        assert cli.run([*arguments, "run.name=two", f"train.num_steps={steps}", f"features.mode={mode}"]) == 0
         printed = capsys.readouterr().out
         assert "replies in" not in printed
         stages = read_json(folder / "runs" / "two" / PLAN, SCHEMA)["stages"]
