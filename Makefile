@@ -10,10 +10,10 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help setup demo test lint types engines bench gpu clean
+.PHONY: help setup demo test lint types engines engines-quick bench gpu clean
 
 help: ## Show the targets
-	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/make \1\t\2/' | expand -t 16
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/make \1\t\2/' | expand -t 20
 
 setup: $(READY) ## Set up .venv with the pinned versions
 
@@ -45,6 +45,10 @@ engines: $(READY) ## Install vLLM and llama.cpp under .engines/, load heads in b
 	$(BIN)/python -m headstart.eval.engines --install
 	HEADSTART_ENGINE_TESTS=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/test_engine_runs.py
 	$(BIN)/python -m headstart.eval.engines
+
+engines-quick: $(READY) ## Install vLLM alone, and compare small heads of every kind in it: a quarter of an hour
+	$(BIN)/python -m headstart.eval.engines --install --engines vllm
+	HEADSTART_ENGINE_TESTS=quick OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/test_engine_runs.py
 
 bench: $(READY) ## Tokens/s of training and of traffic on this machine
 	$(BIN)/python bench/train.py

@@ -47,6 +47,7 @@ ENGINES: dict[str, Callable[[], AbstractContextManager[Engine]]] = {
     "speculators": open_vllm,
     "llamacpp": open_llamacpp,
 }
+INSTALLERS = {"vllm": install_vllm, "speculators": install_vllm, "llamacpp": install_llamacpp}
 
 
 @contextmanager
@@ -209,7 +210,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--prompts", type=int, default=60, help="held-out prompts (default 60)")
     parser.add_argument("--max-new-tokens", type=int, default=96, help="longest reply (default 96)")
     parser.add_argument("--draft-length", type=int, default=3, help="drafted tokens a step (default 3)")
-    parser.add_argument("--install", action="store_true", help="only install the engines")
+    parser.add_argument("--install", action="store_true", help="only install the engines, or those of --engines")
     return parser.parse_args(arguments)
 
 
@@ -220,7 +221,8 @@ def main(arguments: list[str]) -> int:
         if unknown := set(engines) - set(ENGINES):
             raise WrongInput(f"--engines: found {sorted(unknown)}, expected some of {', '.join(ENGINES)}.")
         if options.install:
-            print(*(install() for install in (install_vllm, install_llamacpp)), sep="\n")
+            for install in dict.fromkeys(INSTALLERS[name] for name in engines or ENGINES):
+                print(install())
             return 0
         exports = {run: find_exports(run, engines) for run in options.runs or [newest_run(Path("runs"))]}
         lengths = (options.prompts, options.max_new_tokens, options.draft_length)

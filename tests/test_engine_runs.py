@@ -1,7 +1,7 @@
 """Engines accept exactly what we count, and cards start their servers.
 
-HEADSTART_ENGINE_TESTS=1 (`make engines`) runs all of it on SmolLM2-135M and installs what is missing; `quick` runs what
-engines accept on a random target, in those that are there.
+HEADSTART_ENGINE_TESTS=1 (`make engines`) runs all of it on SmolLM2-135M and installs what is missing; `quick` (`make
+engines-quick`, CI) runs what engines accept on a random target, in those that are there.
 """
 
 import json
@@ -35,9 +35,9 @@ from tests.kinds import rollout_logits
 
 ASKED = os.environ.get("HEADSTART_ENGINE_TESTS", "")
 pytestmark = pytest.mark.skipif(
-    ASKED not in ("1", "quick"), reason="HEADSTART_ENGINE_TESTS=1 runs them (`make engines`), or =quick a part"
+    ASKED not in ("1", "quick"), reason="`make engines` runs them, `make engines-quick` a part"
 )
-whole_only = pytest.mark.skipif(ASKED == "quick", reason="needs the real target: HEADSTART_ENGINE_TESTS=1 runs it")
+whole_only = pytest.mark.skipif(ASKED == "quick", reason="needs the real target: `make engines` runs it")
 
 K, NEW_TOKENS = 3, 24
 QUESTIONS = ["What is the capital of France?", "Explain gravity to a child.", "Who was Albert Einstein?"]
