@@ -2,7 +2,8 @@
 
 DeepSeek-AI, arXiv 2412.19437, section 2.2; zeroed embeddings and recycled states as vLLM serves the published layers.
 
-    feature     final_t; slots, depths and positions are those of `layer_head.py`
+    feature     the state in front of the target's final norm, but for its length; slots, depths and positions are those
+                of `layer_head.py`
     layer       r_0 = eh_proj(cat(enorm(embedding), hnorm(h))); r = r_0 + attention(input_layernorm(r_0));
                 y = r + mlp(post_attention_layernorm(r)); logits = target's output head(norm(y))
     recycled    h of the next depth = norm(y), which stands for final_{t+1+j}

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from headstart.heads.errors import WrongInput
 from headstart.heads.facts import TargetFacts
 from headstart.heads.layer_head import Attention, Layer
 from headstart.heads.layers import GatedMLP, Projection, RMSNorm
@@ -34,28 +35,59 @@ class MTPLayer(Layer):
         return self.input_layernorm(residual), residual
 
 
-class MTPHead(EmbeddingHead):
+class MTPEnds(EmbeddingHead):
+    """What an MTP head of any form has of the target: states, embeddings and output rows."""
+
+    kind = "mtp"
+    reads = "final"
+    before_norm: bool  # whether engines hand the layer the state in front of the target's final norm
+    final_gain_H: Tensor
+
+    def __init__(self, settings: MTPSettings, facts: TargetFacts, draft_ids_V: Tensor) -> None:
+        super().__init__(settings, facts, draft_ids_V)
+        self.taps: list[int] = []
+        # The target's own output rows and the gain of its final norm: borrowed and frozen as the embedding is.
+        self.lm_head = Projection(facts.hidden_size, len(draft_ids_V)).requires_grad_(False)
+        self.register_buffer("final_gain_H", torch.ones(facts.hidden_size), persistent=False)
+
+    def load_target(self, target: Any, initialise: bool) -> None:
+        """Raises WrongInput: a final norm that hides channels of the state which the layer is to read."""
+        self.borrow(target, self.lm_head)
+        if not self.before_norm:
+            return
+        self.final_gain_H = target.final_norm_weight().to(self.dtype)
+        if hidden := int((self.final_gain_H == 0).sum()):
+            raise WrongInput(
+                f"head.kind: the final norm of {self.facts.name} has a gain of zero at {hidden} of {self.facts.hidden_size} "
+                "channels, so an MTP layer, which reads the state in front of it, cannot be trained on the states that are "
+                "stored. Choose another kind: headstart ls heads"
+            )
+
+    def fuse(self, features: Tensor) -> Tensor:
+        """h of depth 0. In front of the norm a state is that of behind it without the gain; `hnorm` makes its length one."""
+        return features.to(self.dtype) / self.final_gain_H
+
+    def outputs(self) -> Sequence[Projection]:
+        return [self.lm_head]
+
+
+class MTPHead(MTPEnds):
     """Decoder layers between the target's embedding and output head.
 
     Parameter names are those of the published layers, but for `norm`, which is `shared_head.norm` there.
     """
 
-    kind = "mtp"
-    reads = "final"
-
     def __init__(self, settings: MTPSettings, facts: TargetFacts, draft_ids_V: Tensor) -> None:
         super().__init__(settings, facts, draft_ids_V)
-        self.taps: list[int] = []
+        self.before_norm = facts.llama_like  # served as a MiMo, where it can be served
         self.layers = nn.ModuleList(MTPLayer(settings, facts) for _ in range(settings.num_modules))
-        # The target's own output rows: borrowed and frozen as the embedding is.
-        self.lm_head = Projection(facts.hidden_size, len(draft_ids_V)).requires_grad_(False)
 
     def module(self, index: int) -> MTPLayer:
         return self.layers[index]  # type: ignore[return-value]
 
     @torch.no_grad()
     def load_target(self, target: Any, initialise: bool) -> None:
-        self.borrow(target, self.lm_head)
+        super().load_target(target, initialise)
         if initialise and self.settings.init_from_target:
             for index in range(len(self.layers)):
                 self._start_from(target, index)
@@ -78,12 +110,5 @@ class MTPHead(EmbeddingHead):
             layer.get_parameter(part).zero_()
             self.first_values[f"{name}.{part}"] = "zero"
 
-    def fuse(self, features: Tensor) -> Tensor:
-        """States of module 0 from the target's."""
-        return features.to(self.dtype)
-
     def embed(self, tokens: Tensor, position: Tensor) -> Tensor:
         return super().embed(tokens, position).masked_fill(position.unsqueeze(-1) == 0, 0)
-
-    def outputs(self) -> Sequence[Projection]:
-        return [self.lm_head]

@@ -1,6 +1,7 @@
 """The MTP layer that a target ships, as a head: the architecture's own decoder layer, run through transformers' module.
 
-    feature     final_t; slots, depths and positions are those of `layer_head.py`
+    feature     final_t, or the state in front of the final norm (`Layout.before_norm`); slots, depths and positions are
+                those of `layer_head.py`
     layer       y = block(eh_proj(cat(enorm(embedding), hnorm(h)))), in the order the family's layout says;
                 logits = target's output head(norm(y))
     recycled    h of the next depth = norm(y), as engines run one such layer for every depth
@@ -10,7 +11,6 @@ slots of all depths one depth after the other, and a mask says which of those be
 of a batch's slots, and prompts pass the whole layer.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -20,23 +20,22 @@ from headstart.heads.batch import Batch, supervised_pairs
 from headstart.heads.contract import Rollout
 from headstart.heads.facts import TargetFacts
 from headstart.heads.layers import Projection
+from headstart.heads.mtp_layer import MTPEnds
 from headstart.heads.recycling_head import DraftState, RecyclingHead
 from headstart.heads.settings import MTPSettings
 from headstart.heads.shipped import LAYOUTS, require_shipped
 
 
-class MTPShipped(RecyclingHead):
+class MTPShipped(MTPEnds, RecyclingHead):
     """The head. Parameter names are `ENDS` and, behind `block`, those of transformers' layer."""
 
-    kind = "mtp"
-    reads = "final"
     norm_output = True
 
     def __init__(self, settings: MTPSettings, facts: TargetFacts, draft_ids_V: Tensor) -> None:
         super().__init__(settings, facts, draft_ids_V)
         require_shipped(facts)
-        self.taps: list[int] = []
         self.layout = LAYOUTS[facts.shipped["layout"]]
+        self.before_norm = self.layout.before_norm
         config, layer, norm, rotary = family(facts.shipped["config"])
         width, eps = facts.hidden_size, facts.rms_norm_eps
         self.enorm, self.hnorm, self.norm = (norm(width, eps=eps) for _ in range(3))
@@ -46,15 +45,13 @@ class MTPShipped(RecyclingHead):
         for parameter in self.block.parameters():
             if parameter.dim() > 1:
                 nn.init.normal_(parameter, std=parameter.shape[-1] ** -0.5)  # transformers leaves some without a value
-        # The target's own output rows: borrowed and frozen as the embedding is.
-        self.lm_head = Projection(width, len(draft_ids_V)).requires_grad_(False)
 
     # What a checkpoint does not hold
 
     @torch.no_grad()
     def load_target(self, target: Any, initialise: bool) -> None:
         """The target's ends and the layer's buffers; a new head is the shipped layer itself."""
-        self.borrow(target, self.lm_head)
+        super().load_target(target, initialise)
         tensors: dict[str, Tensor] = {f"block.{name}": buffer for name, buffer in self.block.named_buffers()}
         if initialise:
             tensors |= self.trained_tensors()
@@ -63,15 +60,9 @@ class MTPShipped(RecyclingHead):
 
     # Shared by both methods
 
-    def fuse(self, features: Tensor) -> Tensor:
-        return features.to(self.dtype)
-
     def embed(self, tokens: Tensor, position: Tensor) -> Tensor:
         embedded = super().embed(tokens, position)
         return embedded.masked_fill(position.unsqueeze(-1) == 0, 0) if self.layout.zero_first else embedded
-
-    def outputs(self) -> Sequence[Projection]:
-        return [self.lm_head]
 
     def _run(
         self, hidden_BTH: Tensor, token_BT: Tensor, position_BT: Tensor, visible_BTL: Tensor, cache: "_Cache"

@@ -32,6 +32,7 @@ class Layout:
     block: str = ""  # where, behind the prefix, the decoder layer's tensors lie
     hidden_first: bool = False  # order of the projection's input
     zero_first: bool = True  # whether engines zero the embedding at position 0
+    before_norm: bool = False  # whether it reads the target's state in front of the final norm, not behind it
     copies: tuple[str, ...] = ()  # of the target's own tensors, that its files may hold once more
 
     def base(self, num_layers: int) -> str:
@@ -55,6 +56,7 @@ LAYOUTS: dict[str, Layout] = {
         "model.mtp_layers.0.",
         ("token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm"),
         hidden_first=True,
+        before_norm=True,
     ),
 }
 

@@ -117,6 +117,7 @@ def mtp_logits(head, final_SH: Tensor, next_tokens_S: Tensor, t: int, depth: int
     if head.settings.shipped:
         return shipped_logits(head, final_SH, next_tokens_S, t, depth)
     w, eps = {k: v.detach() for k, v in head.state_dict().items()}, head.facts.rms_norm_eps
+    final_SH = final_SH / head.final_gain_H
 
     def residual_of(module: str, hidden: Tensor, slot: int, position: int) -> Tensor:
         embedded = head.embedding_VH[int(next_tokens_S[slot])].to(hidden.dtype)

@@ -52,6 +52,7 @@ CASES = [
     ("vllm", "medusa", {"num_heads": K + 1, "draft_vocab_size": 300, "num_layers": 2}),
     ("vllm", "medusa", {"num_heads": K, "draft_vocab_size": 0, "own_output": True}),
     ("vllm", "mtp", {}),
+    ("vllm", "mtp", {"shipped": True}),
     ("vllm", "draft", {"layers": [0, 15, 29]}),
     ("llamacpp", "eagle3", {"draft_vocab_size": 300}),
     ("llamacpp", "eagle3", {"draft_vocab_size": 300, "norm_before_residual": True, "taps": [0, 12, 29]}),
@@ -106,8 +107,18 @@ def random_target(folder, known_tokenizer):
         if parameter.dim() == 2:
             gain = 4.0 if "embed" in name or "lm_head" in name else 1.0
             parameter.data = torch.randn(parameter.shape, generator=random) * gain / parameter.shape[1] ** 0.5
+        else:  # gains of norms: were they all 1, states in front of a norm and behind it would serve alike
+            parameter.data = torch.exp(0.5 * torch.randn(parameter.shape, generator=random))
     model.save_pretrained(folder)
     return str(folder)
+
+
+def shipping_target(model, run):
+    """A target that ships an MTP layer: the folder that an untrained layer of our own is served from."""
+    target = load_target(TargetSettings(model=model, device="cpu"), dtype="float32")
+    head = build_head(HEADS["mtp"](), target.facts, torch.arange(target.facts.num_tokens))
+    head.load_target(target, initialise=True)
+    return str(exported(head.eval(), target, run, "vllm"))
 
 
 def load(model, taps):
@@ -161,9 +172,10 @@ def exported(head, target, run, layout):
 @pytest.mark.parametrize(("layout", "kind", "settings"), CASES, ids=lambda value: str(value))
 def test_an_engine_accepts_exactly_what_we_count(layout, kind, settings, engine, model, tmp_path):
     running = engine(layout)
-    target, prompts, replies = load(model(layout), settings.get("taps", []))
+    name = shipping_target(model(layout), tmp_path / "shipping") if settings.get("shipped") else model(layout)
+    target, prompts, replies = load(name, settings.get("taps", []))
     head = fitted_head(kind, settings, target, prompts, replies)
-    folder = exported(head, target, tmp_path, layout)
+    folder = exported(head, target, tmp_path / "run", layout)
     result, _ = compare_export(running, folder, head, target, prompts, NEW_TOKENS, K)
     print_comparison(result)
     assert result.problems == []

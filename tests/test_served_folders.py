@@ -40,7 +40,7 @@ FORMATS = [
     ("medusa", "vllm", {"draft_vocab_size": 0, "own_output": True}),
     ("eagle3", "trtllm", {"fc_norm": True, "norm_output": True, "taps": [1, 4]}),
     ("draft", "trtllm", {"layers": [1], "train_output": True}),
-    ("mtp", "sglang", {}),
+    ("mtp", "vllm", {}),
     ("mtp", "trtllm", {"shipped": True}),
 ]
 every_format = pytest.mark.parametrize(("kind", "engine", "flags"), FORMATS, ids=lambda value: str(value))
@@ -376,13 +376,14 @@ def test_a_target_that_an_engine_runs_no_drafter_for_is_told_before_training(kin
 
 @pytest.mark.parametrize(("family", "able"), [
     ("deepseek_v3", ["vllm"]), ("glm4_moe", ["vllm"]), ("qwen3_next", ["vllm", "sglang", "trtllm"]),
-    ("qwen2", ["vllm", "sglang"]),
+    ("qwen2", ["vllm"]),
 ])  # fmt: skip
-def test_engines_that_treat_the_first_slot_otherwise_get_no_mtp_layer(family, able, tiny_target):
+def test_engines_that_treat_the_first_slot_or_the_state_otherwise_get_no_mtp_layer(family, able, tiny_target):
     facts = replace(tiny_target.facts, shipped={"layout": family})
     problems = {engine: unservable(HEADS["mtp"](shipped=True), facts, [], engine) for engine in METHODS["mtp"]}
     assert [engine for engine, found in problems.items() if not found] == able
-    assert all("position 0 is not zeroed" in p or "not known there" in p for found in problems.values() for p in found)
+    reasons = ("position 0 is not zeroed", "not known there", "behind the final norm there")
+    assert all(any(reason in p for reason in reasons) for found in problems.values() for p in found)
 
 
 CARDS = [
@@ -393,7 +394,7 @@ CARDS = [
         "Draft model for tiny", '"method":"draft_model"', "STANDALONE", "Draft_Target", "draft-simple", "assistant_model=",
         '"$TARGET" --outtype f32', '"$HEAD" --outtype f32',
     ]),
-    (OWN, ["vllm", "sglang"], ["algorithm NEXTN", '"method":"mtp"', "MiMo", "input_proj"]),
+    (OWN, ["vllm"], ['"method":"mtp"', "MiMo", "input_proj"]),
     (TUNED, ["vllm", "sglang", "trtllm"], ["decoding_type: MTP", "bit by bit", "mtp.layers.0.mlp.experts.*.up_proj.weight"]),
 ]  # fmt: skip
 

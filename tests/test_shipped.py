@@ -72,14 +72,18 @@ def transformers_layer(target, family, published):
 
 @torch.no_grad()
 def assert_same_drafts(head, target, family, published):
-    """Every text from scratch, without cache, batch or mask of ours; engines zero x_1 for all families but one."""
+    """Every text from scratch, without cache, batch or mask of ours.
+
+    Engines zero x_1 for all families but one, and hand a MiMo the target's state in front of its final norm.
+    """
     layer, batch = transformers_layer(target, family, published), random_batch(target)
+    state_TH = random_batch(target.with_taps([LAYERS])).taps_TF if family == "mimo" else batch.final_TH
     rollout = head.rollout(batch, DEPTH)
     found_SDV = rollout_logits(head, rollout)
     checked = 0
     for s, start in enumerate(rollout.start_S.tolist()):
         begin = max(offset for offset in batch.offsets if offset <= start)
-        hidden = list(batch.final_TH[begin : start + 1])
+        hidden = list(state_TH[begin : start + 1])
         for j in range(int(rollout.valid_SD[s].sum())):
             embedded_TH = target.model.model.embed_tokens(batch.next_token_T[begin : start + 1 + j])
             if family != "qwen3_next":

@@ -21,7 +21,7 @@ from headstart.heads.export.card import TARGET_CARD
 from headstart.heads.export.comparison import rounded
 from headstart.heads.export.layout import Layout, Request, as_rounded, given, reduced
 from headstart.heads.export.mimo import write_mimo
-from headstart.heads.export.readers.mtp import FAMILIES, ZEROED, ServedMTP, read_merged, read_mimo
+from headstart.heads.export.readers.mtp import BEFORE_NORM, FAMILIES, ZEROED, ServedMTP, read_merged, read_mimo
 from headstart.heads.facts import TargetFacts
 from headstart.heads.mtp_shipped import MTPShipped
 from headstart.heads.settings import MTPSettings
@@ -41,6 +41,11 @@ def limits(settings: MTPSettings, facts: TargetFacts, taps: list[int], engine: s
         yield (
             f"the embedding at position 0 is not zeroed there, and a layer of {family} is trained with a zero: its first "
             "slot, which all others attend to, would be another one"
+        )
+    elif (family in BEFORE_NORM[engine]) != LAYOUTS[family].before_norm:
+        yield (
+            f"a layer of {family} is handed the target's state behind the final norm there, and is trained on the one in "
+            "front of it"
         )
 
 

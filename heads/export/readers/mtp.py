@@ -3,7 +3,9 @@
     step j      slot p reads (state of p, x_{p+1}); y = block(projection(norm(embedding), norm(state))), over all slots anew;
                 logits = target's output head(norm(y)); norm(y) is the state of the next slot
 
-Engines differ in the families they know, and in whether the embedding at position 0 is zero. Read in vLLM 0.33.0
+Engines differ in the families they know, in whether the embedding at position 0 is zero, and in which state of the target
+the first slots read: given is the one behind the final norm, and the one in front of it is that without the gain, but for
+its length, which norm(state) takes away. Read in vLLM 0.33.0
 (`deepseek_mtp.py`, `glm4_moe_mtp.py`, `qwen3_next_mtp.py`, `mimo_mtp.py` of its models), SGLang (`deepseek_nextn.py`,
 `glm4_moe_nextn.py`, `qwen3_next_mtp.py`, `mimo_mtp.py`) and TensorRT-LLM (`modeling_speculative.py` and what it names).
 """
@@ -41,7 +43,12 @@ FAMILIES = {
     "trtllm": ("deepseek_v3", "glm4_moe", "qwen3_next"),
 }
 ZEROED = {"vllm": ("deepseek_v3", "glm4_moe", "qwen2"), "sglang": ("qwen2",), "trtllm": ()}
-EMBEDDING, OUTPUT = "model.embed_tokens.weight", "lm_head.weight"
+BEFORE_NORM = {
+    "vllm": ("qwen2",),
+    "sglang": (),
+    "trtllm": (),
+}  # whose layer is handed the state in front of the final norm
+EMBEDDING, FINAL_NORM, OUTPUT = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
 BIASED = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")  # of every Qwen2
 MIMO_KEYS = LAYER_KEYS - {"attention_bias", "mlp_bias"} | {
     *("architectures", "num_nextn_predict_layers", "use_sliding_window"),
@@ -69,6 +76,10 @@ class ServedMTP:
             for name, parameter in self.parts.named_parameters()
             for path, tensor in pieces(self.layout, facts.num_layers, name, parameter.detach())
         }
+        self.gain_H = torch.ones(width)
+        if facts.shipped["layout"] in BEFORE_NORM[engine]:
+            with safe_open(tensor_files(folder)[FINAL_NORM], framework="pt") as file:
+                self.gain_H = file.get_tensor(FINAL_NORM).float()
         buffers = {f"block.{name}": buffer for name, buffer in self.parts["block"].named_buffers()}
         with torch.no_grad():
             load_pieces(folder, self.layout, facts.num_layers, dict(self.parts.named_parameters()) | buffers)
@@ -78,7 +89,7 @@ class ServedMTP:
     @torch.no_grad()
     def chain(self, features_TF: Tensor, token_U: Tensor, drafted: list[int], depth: int) -> Tensor:
         """Draft logits [depth, V], -inf for rows of the table that no token of the target has."""
-        hidden_TH, token_T, rows = features_TF.float(), token_U[1:], []
+        hidden_TH, token_T, rows = features_TF.float() / self.gain_H, token_U[1:], []
         for j in range(depth):
             state_H = self.parts["norm"](self.block(hidden_TH, token_T)[-1])
             row_V = torch.full((self.vocab_size,), float("-inf"))
