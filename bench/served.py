@@ -187,8 +187,10 @@ def played(url: str, prompts: list[Prompt], stage: Stage, max_new_tokens: int) -
     asked = same_prompts = same_replies = 0
     for prompt in [*talks, *alone]:
         history: list[dict[str, str]] = []
+        begin = 0
         for place in prompt.turns:
-            history.append(prompt.messages[place - 1])
+            history += [turn for turn in prompt.messages[begin:place] if turn["role"] != "assistant"]
+            begin = place
             request = {"model": MODEL, "messages": history, "max_tokens": max_new_tokens, "temperature": 0}
             answer = json.loads(fetch(f"{url}/v1/chat/completions", {**request, "return_token_ids": True}))
             path, choice = paths[prompt.request(place).prompt_id], answer["choices"][0]

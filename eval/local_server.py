@@ -17,7 +17,7 @@ from typing import Any
 from headstart.eval.engine_runs import last_lines
 from headstart.heads.errors import WrongInput
 
-SERVER_START_S, REQUEST_S, END_S = 600, 600, 30
+SERVER_START_S, REQUEST_S, END_S = 1800, 600, 30  # beside other work an engine takes minutes to start
 
 
 def free_port() -> int:
