@@ -46,7 +46,7 @@ engines: $(READY) ## Install vLLM and llama.cpp under .engines/, load heads in b
 	HEADSTART_ENGINE_TESTS=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/test_engine_runs.py
 	$(BIN)/python -m headstart.eval.engines
 
-engines-quick: $(READY) ## Install vLLM alone, and compare small heads of every kind in it: a quarter of an hour
+engines-quick: $(READY) ## Install vLLM alone, and compare small heads of every kind in it: about five minutes
 	$(BIN)/python -m headstart.eval.engines --install --engines vllm
 	HEADSTART_ENGINE_TESTS=quick OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/test_engine_runs.py
 
