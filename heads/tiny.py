@@ -35,7 +35,7 @@ SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 
 # Everything that decides the bytes of a tiny target; its hash is in the folder name.
 TINY: dict[str, Any] = {
-    "format": 2,
+    "format": 3,
     "seed": 7,
     "num_tokens": 500,
     "text": TEXT,
@@ -85,8 +85,9 @@ def write_tiny(folder: Path, tied: bool) -> None:
                 gain = 0.35 * config.hidden_size**0.5 if "embed" in key or "lm_head" in key else 2.0
                 noise = torch.randn(parameter.shape, generator=generator)
                 parameter.copy_(noise * gain / parameter.shape[1] ** 0.5)
-            else:  # gains of norms: were they all 1, a state in front of a norm would pass for the one behind it
-                parameter.copy_(torch.exp(0.3 * torch.randn(parameter.shape, generator=generator)))
+        # Were the gain 1, the state in front of the final norm would pass for the one behind it.
+        gain_H = model.model.norm.weight
+        gain_H.copy_(torch.exp(0.2 * torch.randn(gain_H.shape, generator=generator)))
         if not tied:
             model.lm_head.weight[stop_id] *= 1.3  # so that some replies stop early
     model.save_pretrained(folder)
