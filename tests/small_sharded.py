@@ -11,21 +11,33 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 
-from headstart.heads.paths import SPLITS
+from headstart.heads.checkpoint import build_head
+from headstart.heads.features import FeatureReader
+from headstart.heads.paths import SPLITS, read_paths
 from headstart.heads.settings import TargetSettings
 from headstart.heads.sharded_target import load_sharded
 from headstart.heads.store import finished_stage
 from headstart.heads.target import TargetLoader
 from headstart.launch.processes import Processes, muted
+from headstart.trainer.data import EvaluationRows, TrainingRows
+from headstart.trainer.loop import Job, train
+from headstart.trainer.on_policy import OnPolicyRows
 from headstart.trainer.progress import Progress
 from headstart.trainer.prompts import read_prompts
 from headstart.trainer.ranks import Ranks, joined
 from headstart.trainer.recorded import plan_traffic
-from headstart.trainer.settings import ServerSettings, TrafficSettings
+from headstart.trainer.settings import ServerSettings, TrafficSettings, TrainSettings
+from headstart.trainer.streamed import StreamedStates
 from headstart.trainer.traffic import answer_chunks, make_traffic, open_stages, plan_chunks, shares
+from tests.kinds import make_settings
 
 TRAFFIC = TrafficSettings(max_new_tokens=6, slots=2, chunk=2, temperature=1.0)
 BATCH_TOKENS = 64  # several passes
+STREAMED_BY = {"eagle3": "fsdp2", "draft": "ddp"}
+STREAMED = TrainSettings(
+    num_steps=8, batch_tokens=150, depth=2, learning_rate=4e-3, warmup_steps=2, dtype="float32", eval_every=8, save_every=8,
+    log_every=1,
+)  # fmt: skip
 
 
 def loader_of(model, taps=None):
@@ -103,11 +115,38 @@ def served(folder, ranks):
     save_file(states, folder / f"served-{ranks.rank}.safetensors")
 
 
+def streamed(root, kind, target, out, **shared):
+    """Train a head on states that the target gives it inside the step; a draft model also on what it says itself."""
+    own_words = kind == "draft"
+    target.pass_tokens = 1  # a row a pass: the shares of a step take passes of unlike number
+    settings = replace(STREAMED, on_policy=0.5 if own_words else 0.0)
+    prompts = finished_stage(next((root / ".stages").glob("prompts-*")))
+    replies, features = (stage.folder for stage in make_traffic(loader_of("tiny"), prompts, TRAFFIC, root))
+    torch.manual_seed(5)
+    head = build_head(make_settings(kind, settings.depth), target.facts, torch.arange(target.facts.num_tokens))
+    head.load_target(target, initialise=True)
+    source = (list(read_paths(replies, "train")), StreamedStates(target), settings.batch_tokens, 14)
+    own = {"head": head, "target": target, "share": settings.on_policy}
+    rows = OnPolicyRows(*source, **own) if own_words else TrainingRows(*source)
+    validation = EvaluationRows(list(read_paths(replies, "validation")), FeatureReader(features, target.taps), 256)
+    train(Job.open(head, target.output_weight(), rows, settings, draft_length=2, **shared), validation, out)
+    return rows
+
+
+def stream(folder, ranks):
+    """Training beside a target that is spread, by the strategies that spread or copy the head."""
+    for kind, strategy in STREAMED_BY.items():
+        loader = loader_of("tiny")
+        loader.load_by(partial(load_sharded, vote=ranks.any))
+        streamed(folder / "whole", kind, loader(), folder / f"streamed-{kind}", strategy=strategy, ranks=ranks)
+
+
 def laws(folder, ranks):
     """All of it in one start, which takes longer than any of it."""
     read(folder, ranks)
     traffic(folder, ranks)
     served(folder, ranks)
+    stream(folder, ranks)
 
 
 if __name__ == "__main__":

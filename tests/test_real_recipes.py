@@ -97,6 +97,10 @@ def test_what_no_single_device_holds_is_refused_with_the_numbers(arguments, caps
     assert needs.spread(least).fits
     assert not needs.spread(least - 1).fits
     assert f"spread it over at least {least} processes: target.sharded=true" in needs.refusal()
+    spread = replace(needs.spread(8), cache=0)
+    layers = spread.own_layers + spread.gathered
+    assert spread.total == spread.ends + max(layers, spread.head)
+    assert replace(spread, streams=True).total == spread.ends + layers + spread.head  # beside each other
     assert cli.run(["train", *arguments]) == cli.WRONG_INPUT
     assert "found no *.safetensors" in capsys.readouterr().err
 

@@ -17,8 +17,8 @@ from headstart.heads.weight_files import check_parts
 from headstart.launch.launcher import launch_command
 from headstart.trainer.traffic import make_traffic
 from tests.shipped_targets import write_target
-from tests.small_sharded import TRAFFIC, loader_of, read_served, some_paths
-from tests.test_ranks import WAIT_S, finish, start_ranks
+from tests.small_sharded import STREAMED, STREAMED_BY, TRAFFIC, loader_of, read_served, some_paths, streamed
+from tests.test_ranks import WAIT_S, assert_alike, finish, start_ranks
 from tests.test_served_traffic import record, rows, serving
 from tests.test_traffic import prompts_stage, some_prompts
 
@@ -136,6 +136,18 @@ def test_replies_of_a_server_are_read_by_two_processes_as_by_one(spread):
     backends = [row["backend"] for row in rows(finished_stage(one["traffic"]))]
     assert backends.count("openai-vllm-tiny-model") == len(expected)
     assert_close(FeatureReader(apart["features"]), FeatureReader(one["features"]), paths_of(one))
+
+
+@pytest.mark.parametrize("kind", STREAMED_BY)
+def test_a_head_learns_beside_a_target_that_is_spread_what_it_learns_beside_a_whole_one(kind, spread, tmp_path):
+    """Streamed states, in micro-batches of which a process has more rows than the other, or none."""
+    rows = streamed(spread / "whole", kind, loader_of("tiny")(), tmp_path)
+    met = set()
+    for step in range(1, STREAMED.num_steps + 1):
+        least, most = sorted(len(rows.batch(step, 0, 1, rank, 2).prompt_ids) for rank in range(2))
+        met |= {(rows.reads_head(step), least == 0)} if least < most else set()
+    assert met == {(own, empty) for own in {False, kind == "draft"} for empty in (False, True)}
+    assert_alike(spread / f"streamed-{kind}", tmp_path)
 
 
 def assert_close(reader, other, prompt_ids):

@@ -7,9 +7,11 @@ import torch
 
 from headstart.heads.features import FeatureReader
 from headstart.heads.paths import read_paths
+from headstart.heads.settings import DraftSettings
 from headstart.heads.store import Stage, read_json
 from headstart.heads.target import TargetLoader
 from headstart.launch import cli
+from headstart.launch.check import sharded_problems
 from headstart.launch.run import RunFolder
 from headstart.launch.settings import Recipe
 from headstart.launch.storing import choose_mode, claim_mode
@@ -113,6 +115,13 @@ def test_a_rank_reads_the_rows_of_its_micro_batch_alone(stages, tiny_target):
     shares = [rows.batch(1, micro, 2, rank, 2).prompt_ids for rank in range(2) for micro in range(2)]
     assert asked == [set(share) for share in shares if share]
     assert sum(map(len, asked)) == len(rows.rows(1))
+    assert {rows.batch(1).taps_TF.dtype, rows.batch(1).final_TH.dtype} == {torch.bfloat16}  # as a cache stores them
+
+
+def test_own_words_beside_a_spread_target_need_its_layers():
+    recipe = Recipe(target=replace(TINY, sharded=True), head=DraftSettings(), train=TrainSettings(on_policy=0.5))
+    assert "expected 0, or features.mode=stream" in dict(sharded_problems(recipe))["train.on_policy"]
+    assert "train.on_policy" not in dict(sharded_problems(replace(recipe, features=FeatureSettings("stream"))))
 
 
 def test_what_is_stored_of_all_replies_serves_and_less_does_not(tmp_path):
