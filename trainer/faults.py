@@ -24,7 +24,7 @@ def save_batches(folder: Path, rows: TrainingRows, step: int, accumulate: int, r
     (folder / FAULTS).mkdir(exist_ok=True)
     damaged = []
     for micro in range(accumulate):
-        batch = rows.batch(step, micro, accumulate, ranks.rank, ranks.world)
+        batch = rows.batch(step, micro, accumulate, ranks.rank, ranks.world).to("cpu")
         name = f"step-{step:06d}.rank-{ranks.rank}.micro-{micro}.safetensors"
         with atomic_path(folder / FAULTS / name) as temporary:
             tensors = {key: value.contiguous() for key, value in vars(batch).items() if isinstance(value, Tensor)}
