@@ -87,8 +87,8 @@ def take_sample(recipe: Recipe, heads: Mapping[str, Recipe], left: Remaining, ru
             answers = sample_answers(recipe, left, trial)
         times = {}
         for name, own in heads.items():
-            # The sample may have cut all of its replies.
-            train, features = replace(own.train, cut_replies=True), replace(own.features, mode=mode)
+            train = replace(own.train, cut_replies=True)  # the sample may have cut all of its replies
+            features = replace(own.features, mode="stream" if mode == "stream" else "cache")
             times[name] = time_head(replace(own, train=train, features=features), trial, STEP_SECONDS / len(heads))
     return Sample(answers, times)
 
