@@ -147,6 +147,29 @@ def test_a_merged_folder_is_the_target_with_the_tuned_layer(target, family, tmp_
     assert_same_drafts(head, target, family, {name: after[name] for name in layer})
 
 
+@pytest.mark.parametrize("shipped", [True, False])
+def test_what_lies_beside_a_targets_files_stays_there(shipped, tmp_path):
+    """Pickles run code where they are loaded, and a clone's settings hold keys; what engines read goes along."""
+    source = write_target(tmp_path / "source", "mimo", layer=shipped)
+    before = {file.name for file in source.iterdir()}
+    for name in (
+        "pytorch_model.bin",
+        "training_args.bin",
+        "original/consolidated.00.pth",
+        ".git/config",
+        ".env",
+        "run.log",
+    ):
+        (source / name).parent.mkdir(exist_ok=True)
+        (source / name).write_bytes(b"\x80\x04.")
+    (source / "additional_chat_templates").mkdir()
+    (source / "additional_chat_templates" / "tools.jinja").write_text("tools")
+    target = load_target(TargetSettings(model=str(source), dtype="float32", device="cpu"))
+    folder = write_head((shipped_head if shipped else own_head)(target), tmp_path / "vllm", "vllm", target=target)
+    assert {file.name for file in folder.iterdir()} == before | {"additional_chat_templates"}
+    assert (folder / "additional_chat_templates" / "tools.jinja").read_text() == "tools"
+
+
 def test_a_merged_folder_keeps_the_precision_of_every_tensor(tmp_path):
     source = write_target(tmp_path / "source", "deepseek_v3")
     stored = {

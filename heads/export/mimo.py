@@ -5,7 +5,6 @@ so target and layer together are a MiMo: the folder holds both, and the target c
 """
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +13,10 @@ from safetensors import safe_open
 from torch import Tensor
 
 from headstart.heads.errors import WrongInput
-from headstart.heads.export.card import TARGET_CARD
 from headstart.heads.export.layer import decoder_config
 from headstart.heads.export.layout import Request
 from headstart.heads.export.shards import stored, write_shards
+from headstart.heads.export.target_files import copy_files
 from headstart.heads.facts import TargetFacts
 from headstart.heads.mtp import MTP
 from headstart.heads.shipped import BIASED, ENDS, INDEX, LAYOUTS, tensor_files
@@ -58,9 +57,7 @@ def write_mimo(head: MTP, source: Path, folder: Path, request: Request) -> dict[
         request.shard_bytes,
     )
     write_json(folder / "config.json", mimo_config(head.facts, source, str(embedding_VH.dtype).removeprefix("torch.")))
-    for path in sorted(source.iterdir()):
-        if path.is_file() and path.suffix != ".safetensors" and path.name not in (INDEX, "config.json"):
-            shutil.copyfile(path, folder / (TARGET_CARD if path.name == "README.md" else path.name))
+    copy_files(source, folder, but=(INDEX, "config.json"))
     return {name: tensor for name, tensor in own.items() if name.startswith(MIMO.prefix)}
 
 

@@ -1,7 +1,7 @@
 """MTP layers, which engines load as a part of their target: written back into one that ships them, or into one made a MiMo.
 
-Of a target that ships its layer every file is copied, and those that hold tensors of the layer are written anew, in their
-names, shapes and precisions; an index stays as it is. Layers of our own: `mimo.py`.
+Of a target that ships its layer every file that engines read is copied, and those that hold tensors of the layer are written
+anew, in their names, shapes and precisions; an index stays as it is. Layers of our own: `mimo.py`.
 """
 
 import shutil
@@ -17,11 +17,11 @@ from torch import Tensor
 from headstart.heads.builtin import resolve_model
 from headstart.heads.checkpoint import write_tensors
 from headstart.heads.contract import Head
-from headstart.heads.export.card import TARGET_CARD
 from headstart.heads.export.comparison import rounded
 from headstart.heads.export.layout import Layout, Request, as_rounded, given, reduced
 from headstart.heads.export.mimo import write_mimo
 from headstart.heads.export.readers.mtp import BEFORE_NORM, FAMILIES, ZEROED, ServedMTP, read_merged, read_mimo
+from headstart.heads.export.target_files import copy_files
 from headstart.heads.facts import TargetFacts
 from headstart.heads.mtp_shipped import MTPShipped
 from headstart.heads.settings import MTPSettings
@@ -79,19 +79,17 @@ def write_merged(head: MTPShipped, source: Path, folder: Path) -> dict[str, Tens
     }
     places = tensor_files(source)
     written: dict[str, Tensor] = {}
-    for file in sorted(source.iterdir()):
-        copied = folder / (TARGET_CARD if file.name == "README.md" else file.name)
-        if file in {places.get(path) for path in layer}:
-            with safe_open(file, framework="pt") as old:
-                metadata = old.metadata()
-            tensors = load_file(file)
-            new = {path: layer[path].to(tensors[path].dtype) for path in layer.keys() & tensors.keys()}
-            write_tensors(copied, tensors | new, metadata)
-            written |= new
-        elif file.is_dir():
-            shutil.copytree(file, copied)
-        else:
-            shutil.copyfile(file, copied)
+    for file in sorted(set(places.values())):
+        if file not in {places[path] for path in layer}:
+            shutil.copyfile(file, folder / file.name)
+            continue
+        with safe_open(file, framework="pt") as old:
+            metadata = old.metadata()
+        tensors = load_file(file)
+        new = {path: layer[path].to(tensors[path].dtype) for path in layer.keys() & tensors.keys()}
+        write_tensors(folder / file.name, tensors | new, metadata)
+        written |= new
+    copy_files(source, folder)
     return written
 
 
