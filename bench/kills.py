@@ -104,6 +104,12 @@ class Root:
             return max((line["step"] for line in read_metrics(self.run / METRICS)), default=0)
         return int((self.run / "eval" / MANIFEST).exists())
 
+    def standing(self) -> tuple[int, ...]:
+        """Other numbers after every piece that is made."""
+        evaluation = self.run / "eval" / MANIFEST
+        begun = evaluation.stat().st_mtime_ns if evaluation.exists() else 0
+        return self.done("traffic"), self.done("train"), begun
+
     def place(self) -> str:
         """Where the run stands."""
         if self.done("eval"):
@@ -158,12 +164,12 @@ def drawn(number: int, seed: int) -> list[Moment]:
 
 
 def wait_for(root: Root, moment: Moment, processes: list[multiprocessing.Process], start_s: float) -> bool:
-    """Wait until the moment has come; whether it came before the processes ended."""
-    if moment.stage != "start":
-        while root.done(moment.stage) < moment.done:
-            if not processes[0].is_alive():
-                return False
-            time.sleep(0.01)
+    """Wait until the moment has come, and this life has made something; whether it came before the processes ended."""
+    before = root.standing()
+    while moment.stage != "start" and (root.done(moment.stage) < moment.done or root.standing() == before):
+        if not processes[0].is_alive():
+            return False
+        time.sleep(0.02)
     time.sleep(moment.delay * (start_s if moment.stage == "start" else start_s / 10))
     return processes[0].is_alive()
 
