@@ -50,7 +50,7 @@ class Zero2(Strategy):
         return self.engine, self.zero.optimizer
 
     def layer(self, share: nn.Module) -> nn.Module:
-        """What DeepSpeed takes the share for."""
+        """The share as the module whose layers DeepSpeed is to see."""
         return share
 
     def config(self, num_parameters: int) -> dict[str, Any]:
