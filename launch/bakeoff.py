@@ -42,9 +42,9 @@ def train_variants(loaded: Loaded, path: Path, starts: Mapping[str, Start], comm
         run.write_recipe(dump(loaded, comment))
         print(f"bake-off {run.folder}\nthreads: {threads}")
         print(f"{number} heads, {loaded.bakeoff.rule.replace('_', ' ')}: {', '.join(loaded.variants)}")
-        run_shared(loaded, path, run)
+        mode = run_shared(loaded, path, run)
         if loaded.bakeoff.rule == "equal_time":
-            loaded = rehearse(loaded, run)
+            loaded = rehearse(loaded, run, mode)
         content = write_table(loaded, run, {})
         for place, (name, recipe) in enumerate(loaded.variants.items(), 1):
             print(f"\nhead {place} of {number}: {name}", flush=True)

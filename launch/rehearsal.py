@@ -42,12 +42,12 @@ def with_steps(loaded: Loaded, rehearsed: Mapping[str, dict[str, Any]]) -> Loade
     return dataclasses.replace(loaded, variants=variants)
 
 
-def rehearse(loaded: Loaded, run: RunFolder) -> Loaded:
+def rehearse(loaded: Loaded, run: RunFolder, mode: str) -> Loaded:
     """Time a step of every variant that was not rehearsed yet, and give each the steps that fit into the first one's time.
 
-    Traffic and features of the bake-off are finished.
+    Traffic and features of the bake-off are finished, and hold what `mode` stores.
     """
-    from headstart.launch.stages import open_job
+    from headstart.launch.stages import open_job, stored_features, target_loader
     from headstart.trainer.rehearsal import seconds_per_step
 
     found = read_rehearsal(loaded, run)
@@ -57,7 +57,9 @@ def rehearse(loaded: Loaded, run: RunFolder) -> Loaded:
         if name in rehearsed:
             continue
         print(f"rehearsal of {name}: {loaded.bakeoff.rehearsal_steps} steps", flush=True)
-        seconds = seconds_per_step(open_job(recipe, run), loaded.bakeoff.rehearsal_steps)
+        targets = target_loader(recipe)
+        job = open_job(recipe, run, targets(), mode, stored_features(run, targets))
+        seconds = seconds_per_step(job, loaded.bakeoff.rehearsal_steps)
         share = rehearsed[first]["seconds_per_step"] / seconds if rehearsed else 1.0
         rehearsed[name] = {"seconds_per_step": seconds, "num_steps": max(1, round(budget * share))}
         print(f"  {seconds:.3f} s a step: {rehearsed[name]['num_steps']:,} steps", flush=True)

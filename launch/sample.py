@@ -77,7 +77,7 @@ def take_sample(recipe: Recipe, heads: Mapping[str, Recipe], left: Remaining, ru
         mode: cache or stream; steps of the latter let the target read their rows.
     """
     run.root.mkdir(parents=True, exist_ok=True)
-    remove_leftovers(run.root)
+    remove_leftovers(run.root, locked=False)
     with temporary_run(run) as trial:
         if left.states_are_there:
             trial.link("traffic", left.traffic.folder)
@@ -87,9 +87,8 @@ def take_sample(recipe: Recipe, heads: Mapping[str, Recipe], left: Remaining, ru
             answers = sample_answers(recipe, left, trial)
         times = {}
         for name, own in heads.items():
-            train = replace(own.train, cut_replies=True)  # the sample may have cut all of its replies
-            features = replace(own.features, mode="stream" if mode == "stream" else "cache")
-            times[name] = time_head(replace(own, train=train, features=features), trial, STEP_SECONDS / len(heads))
+            own = replace(own, train=replace(own.train, cut_replies=True))  # the sample may have cut all of its replies
+            times[name] = time_head(own, trial, mode, STEP_SECONDS / len(heads))
     return Sample(answers, times)
 
 
@@ -138,13 +137,19 @@ def sampled_chunks(chunks: list[Chunk], left: Remaining, recipe: Recipe, workers
     return [Chunk(worker, chunks[0].split, chosen[worker::workers], dtype) for worker in range(min(workers, number))]
 
 
-def time_head(recipe: Recipe, trial: RunFolder, budget: float) -> HeadTimes:
-    """Steps and a validation of a head on the trial's states."""
+def time_head(recipe: Recipe, trial: RunFolder, mode: str, budget: float) -> HeadTimes:
+    """Steps and a validation of a head on the trial's states.
+
+    Args:
+        budget: seconds for the steps.
+    """
     with silent():
-        job = open_job(recipe, trial)
+        targets = target_loader(recipe)
+        stored = stored_features(trial, targets)
+        job = open_job(recipe, trial, targets(), mode, stored)
     validation = list(read_paths(trial.folder / "traffic", "validation"))
     paths = validation or job.rows.paths[: recipe.prompts.num_validation]
-    rows = EvaluationRows(paths, stored_features(trial, target_loader(recipe)), recipe.train.batch_tokens)
+    rows = EvaluationRows(paths, stored, recipe.train.batch_tokens)
     began = time.perf_counter()
     step = seconds_per_step(job, MOST_STEPS, budget)
     num_tokens = sum(len(path.token_N) - 1 for path in paths)

@@ -41,6 +41,7 @@ from headstart.heads.store import (
     read_json,
     stage_folder,
     stage_inputs,
+    stage_there,
 )
 from headstart.heads.target import Target, TargetLoader, choose_device
 from headstart.heads.target_ends import load_ends
@@ -52,7 +53,7 @@ from headstart.launch.processes import Processes, choose_strategy
 from headstart.launch.run import RunFolder, locked
 from headstart.launch.settings import Recipe
 from headstart.launch.start import find_start
-from headstart.launch.storing import claim_mode, kept_mode
+from headstart.launch.storing import claim_mode
 from headstart.launch.variants import Loaded, stored_taps
 from headstart.trainer.checkpoint import checkpoint_folder
 from headstart.trainer.data import EvaluationRows, Features, TrainingRows
@@ -63,6 +64,7 @@ from headstart.trainer.on_policy import OnPolicyRows
 from headstart.trainer.prompts import make_prompts, prompt_inputs, read_prompts
 from headstart.trainer.ranks import Ranks, joined
 from headstart.trainer.recorded import plan_traffic
+from headstart.trainer.strategy import Strategy
 from headstart.trainer.streamed import StreamedStates
 from headstart.trainer.supervision import check_supervision, training_paths
 from headstart.trainer.traffic import make_traffic, traffic_inputs
@@ -79,10 +81,10 @@ def run_train(recipe: Recipe, recipe_path: Path, run: RunFolder, processes: Proc
     processes = processes or Processes()
     targets = target_loader(recipe)
     with meeting(processes, recipe.target.device) as ranks:
-        traffic, features, mode = run_traffic(recipe, recipe_path, run, targets, ranks)
+        mode = run_traffic(recipe, recipe_path, run, targets, ranks)
         if recipe.target.sharded and mode == "cache":
             targets.load_by(load_ends)
-        run_head(recipe, run, targets, traffic, features, mode, choose_strategy(recipe.train, processes), ranks)
+        run_head(recipe, run, targets, mode, choose_strategy(recipe.train, processes), ranks)
     if not processes.first:
         return
     if recipe.target.sharded:
@@ -113,11 +115,11 @@ def followed_stage(run: RunFolder, name: str) -> Stage:
     return finished_stage(run.folder / name)
 
 
-def run_shared(loaded: Loaded, recipe_path: Path, run: RunFolder) -> None:
-    """Prompts, replies and features of all variants: one target pass, whose states hold the taps that any of them reads."""
+def run_shared(loaded: Loaded, recipe_path: Path, run: RunFolder) -> str:
+    """`run_traffic` of all variants: one target pass, whose states hold the taps that any of them reads."""
     targets = TargetLoader(loaded.shared.target)
     targets.taps = stored_taps(loaded.recipes.values(), targets.taps)
-    run_traffic(loaded.shared, recipe_path, run, targets)
+    return run_traffic(loaded.shared, recipe_path, run, targets)
 
 
 def target_loader(recipe: Recipe) -> TargetLoader:
@@ -162,35 +164,33 @@ def run_export(
 
 def run_traffic(
     recipe: Recipe, recipe_path: Path, run: RunFolder, targets: TargetLoader, ranks: Ranks | None = None
-) -> tuple[Stage, Stage, str]:
+) -> str:
     """Prompts, the target's replies to them, and the states it had while replying, as far as they are stored.
 
     Returns:
-        Traffic, features, and whether the states of training replies are among these: `cache`, else `stream`.
+        Whether the states of training replies are: `cache`, else `stream`.
     """
     ranks, seed = ranks or Ranks(), recipe.run.seed
     with ranks.first_before_others():
         prompts = first_prompts(recipe, recipe_path, run, targets) if ranks.first else followed_stage(run, "prompts")
-    key = hash_json(traffic_inputs(targets, prompts, recipe.traffic, seed))
-    shared = stage_folder(run.root, "traffic", key)
+    traffic = stage_there(run.root, "traffic", traffic_inputs(targets, prompts, recipe.traffic, seed))
     with ranks.first_before_others():
-        mode = claim_mode(
-            recipe, run, targets, Stage(shared, {"key": key}), partial(rows_to_come, recipe, targets, prompts)
-        )
+        mode = claim_mode(recipe, run, targets, traffic, partial(rows_to_come, recipe, targets, prompts))
     stored = stored_splits(mode)
     if recipe.target.sharded:
         targets.load_by(partial(load_sharded, vote=ranks.any))
-    with locked(shared, wait_for="it is answering the same prompts") if ranks.first else nullcontext():
+    with locked(traffic.folder, wait_for="it is answering the same prompts") if ranks.first else nullcontext():
         traffic, features = make_traffic(targets, prompts, recipe.traffic, run.root, seed, ranks, stored)
     with ranks.first_before_others():
-        if not ranks.first:
-            return followed_stage(run, "traffic"), followed_stage(run, "features"), mode
-        # The features a head asks for, whichever stage serves them: one that holds more trains the same head.
-        asked = hash_json(features_inputs(targets, traffic, stored))
-        run.claim({"traffic": traffic.key, "features": asked})
-        run.link("traffic", traffic.folder)
-        run.link("features", features.folder)
-    return traffic, features, mode
+        if ranks.first:
+            # The features a head asks for, whichever stage serves them: one that holds more trains the same head.
+            asked = hash_json(features_inputs(targets, traffic, stored))
+            run.claim({"traffic": traffic.key, "features": asked})
+            run.link("traffic", traffic.folder)
+            run.link("features", features.folder)
+        else:
+            followed_stage(run, "features")
+    return mode
 
 
 def rows_to_come(recipe: Recipe, targets: TargetLoader, prompts: Stage) -> list[tuple[str, int]]:
@@ -225,53 +225,41 @@ def heldout_replies(recipe: Recipe, run: RunFolder, targets: TargetLoader, tempe
     return list(read_paths(stage.folder, "heldout"))
 
 
-def run_head(
-    recipe: Recipe,
-    run: RunFolder,
-    targets: TargetLoader,
-    traffic: Stage,
-    features: Stage,
-    mode: str,
-    strategy: str,
-    ranks: Ranks,
-) -> None:
+def run_head(recipe: Recipe, run: RunFolder, targets: TargetLoader, mode: str, strategy: str, ranks: Ranks) -> None:
     """Train the head on what the target said, or finish a training that was interrupted."""
     target = targets()
     if not (target.sharded and mode == "stream"):  # whose layers come and go, as `load_sharded` has set it
         keep_freed_memory()
-    reader = FeatureReader(features.folder, targets.taps)
-    head, rows = head_and_rows(recipe, run, target, traffic.folder, training_states(mode, reader, target))
-    validation = EvaluationRows(list(read_paths(traffic.folder, "validation")), reader, recipe.train.batch_tokens)
-    job = Job.open(
-        head, target.output_weight(), rows, recipe.train, recipe.eval.draft_length, strategy=strategy, ranks=ranks
-    )
+    reader = stored_features(run, targets)
+    job = open_job(recipe, run, target, mode, reader, strategy, ranks)
+    paths = list(read_paths(run.folder / "traffic", "validation"))
+    validation = EvaluationRows(paths, reader, recipe.train.batch_tokens)
     train(job, validation, run.folder, tracking=recipe.tracking, name=run.name, config=asdict(recipe))
 
 
-def head_and_rows(
-    recipe: Recipe, run: RunFolder, target: Target, traffic: Path, states: Features
-) -> tuple[Head, TrainingRows]:
-    """A head as training finds it, and what it learns from."""
-    paths = training_paths(traffic, recipe.train.cut_replies)
+def open_job(
+    recipe: Recipe,
+    run: RunFolder,
+    target: Target,
+    mode: str,
+    stored: FeatureReader,
+    strategy: str = Strategy.name,
+    ranks: Ranks | None = None,
+) -> Job:
+    """The training of a recipe from its first step, on the traffic and features that a run has; nothing is written.
+
+    Args:
+        mode: `cache` reads training states from `stored`, `stream` lets the target read them in the step.
+        strategy: by which `ranks` share it.
+    """
+    paths = training_paths(run.folder / "traffic", recipe.train.cut_replies)
     check_supervision(paths, target.facts.stop_ids, recipe.train.depth)
     head = new_head(recipe, target, paths, find_start(recipe.head.init_from, run.root))
+    states: Features = StreamedStates(target) if mode == "stream" else stored
     source = (paths, states, recipe.train.batch_tokens, recipe.run.seed)
     share = recipe.train.on_policy
-    return head, OnPolicyRows(*source, head=head, target=target, share=share) if share else TrainingRows(*source)
-
-
-def training_states(mode: str | None, stored: FeatureReader, target: Target) -> Features:
-    """Where training finds its states."""
-    return StreamedStates(target) if mode == "stream" else stored
-
-
-def open_job(recipe: Recipe, run: RunFolder) -> Job:
-    """The training of a recipe from its first step, on the traffic and features that a run has; nothing is written."""
-    targets = target_loader(recipe)
-    target = targets()
-    states = training_states(kept_mode(recipe, run), stored_features(run, targets), target)
-    head, rows = head_and_rows(recipe, run, target, run.folder / "traffic", states)
-    return Job.open(head, target.output_weight(), rows, recipe.train, recipe.eval.draft_length)
+    rows = OnPolicyRows(*source, head=head, target=target, share=share) if share else TrainingRows(*source)
+    return Job.open(head, target.output_weight(), rows, recipe.train, recipe.eval.draft_length, strategy, ranks)
 
 
 def new_head(recipe: Recipe, target: Target, paths: Sequence[ReplyPath], start: Start | None = None) -> Head:

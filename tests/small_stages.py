@@ -69,8 +69,8 @@ def run_stages(folder, ranks=None, accumulate=1, part="end"):
         targets = TargetLoader(recipe.target, taps)
         if victim == str(ranks.rank) and (stage == "traffic" or name == "second"):
             targets.load_by(Dying(stage))
-        stages = run_traffic(recipe, path, run, targets, ranks)
-    run_head(recipe, run, targets, *stages, "single" if ranks.world == 1 else "ddp", ranks)
+        mode = run_traffic(recipe, path, run, targets, ranks)
+    run_head(recipe, run, targets, mode, "single" if ranks.world == 1 else "ddp", ranks)
 
 
 class Hangs(EvaluationRows):

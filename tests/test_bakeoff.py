@@ -203,14 +203,14 @@ def test_equal_time_gives_each_head_the_steps_that_fit_and_keeps_them(
     run.folder.mkdir()
     for stage in ("traffic", "features"):
         run.link(stage, runs / "three" / stage)
-    rehearsed = rehearse(loaded, run).variants
+    rehearsed = rehearse(loaded, run, "cache").variants
     steps = {name: own.train.num_steps for name, own in rehearsed.items()}
     seconds = {
         name: own["seconds_per_step"] for name, own in read_json(run.folder / "rehearsal.json")["variants"].items()
     }
     assert steps == {name: max(1, round(6 * seconds["eagle3"] / seconds[name])) for name in NAMES}
     capsys.readouterr()
-    assert rehearse(loaded, run).variants == rehearsed == with_rehearsed_steps(loaded, run).variants
+    assert rehearse(loaded, run, "cache").variants == rehearsed == with_rehearsed_steps(loaded, run).variants
     assert "rehearsal of" not in capsys.readouterr().out
     resolved = tmp_path / "recipe.yaml"
     resolved.write_text(dump(with_rehearsed_steps(loaded, run), "resolved"))
@@ -222,7 +222,7 @@ def test_equal_time_gives_each_head_the_steps_that_fit_and_keeps_them(
     assert with_rehearsed_steps(load(recipe), run) == load(recipe)
     (found := read_json(run.folder / "rehearsal.json"))["variants"].pop("jsd")
     write_json(run.folder / "rehearsal.json", found)
-    again = rehearse(loaded, run).variants  # a variant that was added
+    again = rehearse(loaded, run, "cache").variants  # a variant that was added
     assert {name: again[name] for name in NAMES[:2]} == {name: rehearsed[name] for name in NAMES[:2]}
 
 

@@ -1,5 +1,6 @@
 """Laws of what a plan predicts: its work is the work that is done, its seconds add up, and it is kept for the run."""
 
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -104,8 +105,10 @@ def planned(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, bytes]:
     """A run that was planned before it was made, and what was predicted for it."""
     folder = tmp_path_factory.mktemp("planned")
     write_recipe(folder / "one.yaml", RECIPE)
+    (another := folder / "runs" / f".one.{os.getppid()}.tmp").mkdir(parents=True)
     assert cli.run(["plan", str(folder / "one.yaml"), f"run.root={folder / 'runs'}"]) == 0
-    assert [path.name for path in (folder / "runs").iterdir()] == ["one"]  # the sample is gone
+    # The sample is gone, and that of a plan which is being made is not.
+    assert {path.name for path in (folder / "runs").iterdir()} == {"one", another.name}
     kept = (folder / "runs" / "one" / PLAN).read_bytes()
     assert cli.run(["train", str(folder / "one.yaml"), f"run.root={folder / 'runs'}"]) in (0, 3)
     return folder, kept
