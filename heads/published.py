@@ -17,6 +17,7 @@ from safetensors import safe_open
 
 from headstart.heads.description import DESCRIPTION
 from headstart.heads.errors import WrongInput
+from headstart.heads.published_form import form_problems
 from headstart.heads.start import (
     Start,
     StoredTensor,
@@ -61,9 +62,10 @@ def read_start(folder: Path) -> Start:
         raise WrongInput(f"{folder / 'config.json'}: found {type(config).__name__}, expected an object.")
     stored = {name.removeprefix("model."): tensor for name, tensor in stored.items()}
     stored = {name: tensor for name, tensor in stored.items() if not re.fullmatch(UNREAD, name)}
+    refuse(folder, form_problems(config, stored))
     if any(re.match(r"(medusa_heads?\.)?\d+\.\d+\.|blocks\.\d+\.", name) for name in stored):
         return medusa_start(folder, stored)
-    inner = config.get("transformer_layer_config", {})
+    inner = config.get("transformer_layer_config") or {}
     told = config.get("speculators_model_type")
     if told not in (None, "eagle3"):
         raise WrongInput(f"{folder / 'config.json'}: found speculators_model_type = {told!r}, expected eagle3.")
@@ -97,6 +99,8 @@ def eagle3_start(folder: Path, config: dict[str, Any], stored: dict[str, StoredT
     elif d2t is not None and (num_draft != vocab or read_integers(d2t).any()):
         ids_V, wrong = ids_of_offsets(read_integers(d2t), None if t2d is None else read_integers(t2d), vocab)
         problems += wrong
+        if d2t.shape[0] != num_draft:
+            problems.append(f"found {d2t.shape[0]} offsets in d2t, expected draft_vocab_size = {num_draft}")
     taps, wrong = published_taps(config)
     problems += wrong
     if "fc.weight" not in stored or "midlayer.mlp.gate_proj.weight" not in stored:
@@ -165,6 +169,8 @@ def medusa_start(folder: Path, stored: dict[str, StoredTensor]) -> Start:
         problems.append(
             f"found {num_outputs} output layers for {num_heads} heads, expected one for each or one for all"
         )
+    elif "lm_heads.0.weight" not in renamed:
+        problems.append("found no output layer of head 0, expected heads that are numbered from 0")
     refuse(folder, problems)
     rows, hidden = renamed["lm_heads.0.weight"].shape
     ids_V = None if token_map is None else read_integers(token_map).astype(np.int64)
@@ -236,7 +242,8 @@ def layer_facts(config: dict[str, Any]) -> dict[str, Any]:
 
 def rope_of(config: dict[str, Any]) -> dict[str, Any]:
     """Rotary parameters in transformers' present form, out of that or the one before. A config without has base 10,000."""
-    rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+    told = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    rope = {name: value for name, value in told.items() if value is not None}
     kind = rope.pop("rope_type", None) or rope.pop("type", None) or "default"
     rope.pop("type", None)
     return {"rope_theta": float(config.get("rope_theta") or 10000.0), **rope, "rope_type": kind}

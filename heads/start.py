@@ -35,6 +35,7 @@ class StoredTensor:
     file: Path
     name: str
     shape: tuple[int, ...]
+    dtype: str  # as the file calls it, such as BF16
 
 
 @dataclass(frozen=True)
@@ -131,7 +132,8 @@ def stored_tensors(files: list[Path]) -> dict[str, StoredTensor]:
                 for name in file.keys():  # noqa: SIM118 (not a dict)
                     if name in found:
                         raise WrongInput(f"{path}: found {name}, which {found[name].file} holds too; expected it once.")
-                    found[name] = StoredTensor(path, name, tuple(file.get_slice(name).get_shape()))
+                    told = file.get_slice(name)
+                    found[name] = StoredTensor(path, name, tuple(told.get_shape()), told.get_dtype())
         except (OSError, SafetensorError) as error:
             raise WrongInput(f"{path}: found no whole safetensors file ({error}).\nCopy it again.") from None
     return found

@@ -28,8 +28,10 @@ def start_problems(
     ids_V = start.draft_ids_V
     if ids_V is not None and not (np.diff(ids_V) > 0).all():
         yield "head.init_from", f"found a vocabulary map in {start.folder} that is not ascending, expected each id once"
-    elif ids_V is not None and ids_V[-1] >= facts.num_tokens:
-        text = f"found draft ids up to {ids_V[-1]} in {start.folder}, but the target has {facts.num_tokens} tokens"
+    elif ids_V is not None and not 0 <= ids_V[0] <= ids_V[-1] < facts.num_tokens:
+        text = (
+            f"found draft ids {ids_V[0]} to {ids_V[-1]} in {start.folder}, but the target has {facts.num_tokens} tokens"
+        )
         yield "head.init_from", text
     if not different and (wrong := shape_problems(start, settings, facts)):
         yield "head.init_from", f"{start.folder} does not hold this head: {'; '.join(wrong)}"
