@@ -81,9 +81,10 @@ class Completions(Dialect):
             raise BadAnswer("found no choices[0].text and .finish_reason, expected a completion") from None
         if finish not in ("stop", "length"):
             raise BadAnswer(f"found finish_reason {finish!r}, expected stop or length")
-        told = choice.get("logprobs")
-        logprobs = told.get("token_logprobs") if isinstance(told, dict) else None
-        prompt_ids, usage = choice.get("prompt_token_ids"), content.get("usage") or {}
+        told, usage = (
+            value if isinstance(value, dict) else {} for value in (choice.get("logprobs"), content.get("usage"))
+        )
+        logprobs, prompt_ids = told.get("token_logprobs"), choice.get("prompt_token_ids")
         return Answer(
             text,
             int_list(choice.get("token_ids"), "choices[0].token_ids", self.hint),
@@ -123,7 +124,8 @@ class LlamaCpp(Dialect):
         if "content" not in content:
             raise BadAnswer("found no content, expected a completion")
         token_ids = int_list(content.get("tokens"), "tokens", self.hint)
-        told = content.get("completion_probabilities") or []
+        told = content.get("completion_probabilities")
+        told = [entry for entry in told if isinstance(entry, dict)] if isinstance(told, list) else []
         ids = [entry.get("id") for entry in told]
         logprobs = [entry.get("logprob") for entry in told] if ids == token_ids else None
         return Answer(str(content["content"]), token_ids, logprobs, None, content.get("tokens_evaluated"))
@@ -169,13 +171,12 @@ class Asked:
         if not isinstance(content, dict):
             raise BadAnswer("found no JSON object")
         answer = self.dialect.read(content)
+        token_ids, logprobs = answer.token_ids, answer.logprobs
+        if strange := [token for token in token_ids if not 0 <= token < self.facts.num_tokens]:
+            raise BadAnswer(f"found token id {strange[0]}, expected ids from 0 below {self.facts.num_tokens}")
         check_prompt(answer, request)
         check_text(answer, self.tokenizer)
-        token_ids, logprobs = answer.token_ids, answer.logprobs
-        if logprobs is not None and len(logprobs) != len(token_ids):
-            raise BadAnswer(f"found {len(logprobs)} log-probabilities for {len(token_ids)} tokens")
-        if token_ids and max(token_ids) >= self.facts.num_tokens:
-            raise BadAnswer(f"found token id {max(token_ids)}, expected ids below {self.facts.num_tokens}")
+        check_logprobs(answer)
         stops = set(self.facts.stop_ids)
         stop = next((i for i, token in enumerate(token_ids) if token in stops), None)
         if stop is None and len(token_ids) != limit:
@@ -199,6 +200,17 @@ def check_prompt(answer: Answer, request: Request) -> None:
         raise BadAnswer(f"read another prompt: {len(read)} token ids, {len(sent)} were sent")
     if answer.num_prompt_tokens not in (None, len(sent)):
         raise BadAnswer(f"read {answer.num_prompt_tokens} prompt tokens, {len(sent)} were sent")
+
+
+def check_logprobs(answer: Answer) -> None:
+    """There is one for every token, where they are told; null for a token that has none."""
+    told: Any = answer.logprobs
+    if told is None:
+        return
+    if not isinstance(told, list) or any(type(p) not in (int, float, type(None)) or p != p for p in told):
+        raise BadAnswer("found log-probabilities that are no list of numbers")
+    if len(told) != len(answer.token_ids):
+        raise BadAnswer(f"found {len(told)} log-probabilities for {len(answer.token_ids)} tokens")
 
 
 def check_text(answer: Answer, tokenizer: Any) -> None:

@@ -16,7 +16,7 @@ from headstart.trainer.dialects import Asked
 from headstart.trainer.generation import Reply, Request
 from headstart.trainer.progress import Progress
 from headstart.trainer.recorded import score_with_gaps
-from headstart.trainer.server_check import check_choices, check_difference, check_servers
+from headstart.trainer.server_check import check_choices, check_difference, check_evidence, check_servers
 from headstart.trainer.servers import Servers
 from headstart.trainer.settings import TrafficSettings
 
@@ -88,7 +88,9 @@ class Served:
             gaps.append(below)
             if states_dtype is not None:
                 reply.states = States(*(x.to("cpu", states_dtype) for x in (states.taps, states.final)))
-        check_difference([reply.logprobs for _, reply in answered], own, "a server", self.asked)
+        told = [reply.logprobs for _, reply in answered]
+        check_difference(told, own, "a server", self.asked)
+        check_evidence(told, "a server", self.servers.sampling)
         if self.servers.sampling.temperature == 0:
             check_choices(gaps, "a server")
         for (_, reply), found in zip(answered, own, strict=True):

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from headstart.heads.errors import WrongInput
+from headstart.heads.sampling import Sampling
 from headstart.heads.target import Target
 from headstart.trainer.dialects import Asked, BadAnswer
 from headstart.trainer.generation import Reply, Request
@@ -82,7 +83,9 @@ def check_servers(servers: Servers, target: Target, requests: Sequence[Request])
         final = [x.final for x in target.read([np.array(q.token_ids + r.token_ids) for q, r in answered])]
         said_from = [x[len(q.token_ids) - 1 :] for x, (q, _) in zip(final, answered, strict=True)]
         scored = [score_with_gaps(target, x, r.token_ids) for x, (_, r) in zip(said_from, answered, strict=True)]
-        check_difference([reply.logprobs for _, reply in answered], [own for own, _ in scored], url, servers.asked)
+        told = [reply.logprobs for _, reply in answered]
+        check_difference(told, [own for own, _ in scored], url, servers.asked)
+        check_evidence(told, url, servers.sampling)
         if servers.sampling.temperature == 0:
             check_choices([gaps for _, gaps in scored], url, MAX_GAP)
 
@@ -129,6 +132,21 @@ def ask(connection: Connection, servers: Servers, request: Request) -> Reply:
     limit = min(NUM_TOKENS, servers.max_new_tokens, asked.facts.max_position - len(request.token_ids))
     payload = asked.dialect.payload(request, limit, servers.sampling, asked)
     return asked.reply(connection.call(asked.dialect.path, payload), request, limit)
+
+
+def check_evidence(told: Sequence[Sequence[float | None]], where: str, sampling: Sampling) -> None:
+    """Refuse drawn replies that no log-probability comes with: any model could have said them.
+
+    Raises:
+        WrongInput: with what to do.
+    """
+    every = [p for reply in told for p in reply]
+    if sampling.temperature > 0 and every and all(p is None for p in every):
+        raise WrongInput(
+            f"traffic.server: {where} tells no log-probabilities, and nothing else shows of replies drawn at temperature "
+            f"{sampling.temperature:g} that they are the target's.\nLet it tell them (the engine's own server does), or "
+            "ask for greedy replies: traffic.temperature=0"
+        )
 
 
 def check_choices(gaps: Sequence[Sequence[float]], where: str, most: float = float("inf")) -> None:

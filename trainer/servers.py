@@ -97,7 +97,7 @@ class Connection:
             raise Away(str(refused)) if status in LOADING else refused
         try:
             return json.loads(body)
-        except ValueError:
+        except (ValueError, RecursionError):
             raise BadAnswer(f"found no JSON: {self._quoted(body)!r}") from None
 
     def _quoted(self, body: bytes) -> str:
