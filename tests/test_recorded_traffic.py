@@ -15,7 +15,7 @@ from headstart.trainer.prompts import gather, make_prompts, prompt_inputs, read_
 from headstart.trainer.scrub import PATTERNS, scrub
 from headstart.trainer.settings import PromptSettings, TrafficSettings
 from headstart.trainer.similarity import prompt_text
-from headstart.trainer.sources import ENDS_WITH_REPLY, read_source, role_names
+from headstart.trainer.sources import ENDS_WITH_REPLY, read_source, role_names, source_hash
 from headstart.trainer.traffic import make_traffic
 from headstart.trainer.verdicts import check_broken
 from tests.test_prompts import assistant, questions, user, write_jsonl
@@ -318,6 +318,17 @@ def test_nothing_scrubbed_reaches_a_stage_folder(tmp_path):
     plain = PromptSettings(sources=["log.jsonl"], heldout="held.jsonl", num_train=0, num_validation=2)
     assert prompt_inputs(plain, tmp_path) != prompt_inputs(settings, tmp_path)
     assert not {"scrub", "max_per_route", "max_broken"} & prompt_inputs(plain, tmp_path)["settings"].keys()
+
+
+def test_a_folder_named_like_a_file_is_read_once_and_a_lost_link_is_named(tmp_path):
+    """As writers of many parts name it: train.parquet/part-0.parquet."""
+    (tmp_path / "train.jsonl").mkdir()
+    (tmp_path / "train.jsonl" / "part-0.jsonl").write_text('{"prompt": "One?"}\n{"prompt": "Two?"}\n')
+    assert [record.row for record in read_source(tmp_path, role_names([]), "train").records] == [1, 2]
+    (tmp_path / "more.jsonl").symlink_to(tmp_path / "gone.jsonl")
+    for read in (source_hash, lambda folder: read_source(folder, role_names([]), "train")):
+        with pytest.raises(WrongInput, match=r"more\.jsonl: found a link that leads nowhere"):
+            read(tmp_path)
 
 
 def test_a_data_set_by_name_is_read_like_a_file_or_refused_where_it_cannot_be_fetched(tmp_path, monkeypatch):

@@ -107,8 +107,20 @@ def source_hash(path: Path) -> str:
     """Content hash of a file, or of all files below a folder with their names."""
     if path.is_file():
         return hash_file(path)
-    files = [file for file in sorted(path.rglob("*")) if file.is_file() and not hidden(file, path)]
+    files = files_below(path)
     return hash_json([[file.relative_to(path).as_posix(), hash_file(file)] for file in files])
+
+
+def files_below(folder: Path) -> list[Path]:
+    """Files at any depth, in the order they are read.
+
+    Raises:
+        WrongInput: a link that leads nowhere, whose rows would be missing.
+    """
+    found = [path for path in sorted(folder.rglob("*")) if not hidden(path, folder)]
+    if lost := [path for path in found if not os.path.exists(path)]:
+        raise WrongInput(f"{lost[0]}: found a link that leads nowhere, expected a file.\nMend or remove it.")
+    return [path for path in found if path.is_file()]
 
 
 def hidden(file: Path, folder: Path) -> bool:
@@ -221,7 +233,8 @@ def folder_rows(path: Path) -> Iterator[Any]:
         wanted = stored.select_columns([name for name in stored.column_names if name in ROW_KEYS])
         yield from map(without_nulls, wanted)
         return
-    files = [file for file in sorted(path.rglob("*")) if file.suffix in ENDINGS and not hidden(file, path)]
+    # Writers of many parts name a folder like a file: `train.parquet/part-0.parquet`.
+    files = [file for file in files_below(path) if file.suffix in ENDINGS]
     if not files:
         raise WrongInput(f"{path}: found no `datasets` folder and no file that ends in {', '.join(ENDINGS)}.")
     for file in files:
