@@ -1,5 +1,6 @@
 """The folder of an export: its name, its precision, and that it is there whole or not at all."""
 
+import errno
 import os
 import shutil
 from collections.abc import Iterator
@@ -52,18 +53,30 @@ def export_dtype(name: str, of_target: torch.dtype) -> str:
 
 @contextmanager
 def fresh_folder(out: Path) -> Iterator[Path]:
-    """Yield a temporary sibling that becomes `out` on success; an earlier export there is replaced."""
+    """Yield a temporary sibling that becomes `out` on success; an earlier export there is replaced.
+
+    Raises:
+        WrongInput: `out` is no folder that an export can be, or another command exported there at the same time.
+    """
     if out.exists() and not (out.is_dir() and (is_export(out) or not any(out.iterdir()))):
         raise WrongInput(f"{out}: found files that are no export of ours. Move them away or choose another --out.")
     out.parent.mkdir(parents=True, exist_ok=True)
-    temporary, replaced = (out.with_name(f".{out.name}.{os.getpid()}{end}.tmp") for end in ("", ".old"))
-    shutil.rmtree(temporary, ignore_errors=True)
+    temporary, replaced = (out.with_name(f".{out.name}.{end}{os.getpid()}.tmp") for end in ("", "old."))
+    for folder in (temporary, replaced):
+        shutil.rmtree(folder, ignore_errors=True)
     temporary.mkdir()
     try:
         yield temporary
-        if out.exists():  # moved, not deleted: only between two renames is there no export at all
-            out.rename(replaced)
-        temporary.rename(out)
+        try:
+            if out.exists():  # moved, not deleted: only between two renames is there no export at all
+                out.rename(replaced)
+            temporary.rename(out)
+        except OSError as error:
+            if replaced.exists() and not out.exists():
+                replaced.rename(out)
+            if error.errno not in (errno.ENOENT, errno.ENOTEMPTY, errno.EEXIST):
+                raise
+            raise WrongInput(f"{out}: another command exported there just now. Run this one again.") from None
     finally:
         for folder in (temporary, replaced):
             shutil.rmtree(folder, ignore_errors=True)
