@@ -27,15 +27,16 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from headstart.heads.batch import Batch, supervised_pairs
+from headstart.heads.builtin import resolve_model
 from headstart.heads.contract import Draft, Grow, Head, Rollout, Sampler, greedy
 from headstart.heads.facts import TargetFacts
 from headstart.heads.growth import Chain
 from headstart.heads.layer_head import LayerHead
 from headstart.heads.layers import Rotary, attend_level, attend_paths
-from headstart.heads.mtp_layer import MTPHead, MTPLayer
+from headstart.heads.mtp_layer import MTPHead, MTPLayer, refuse_hidden, stored_gain
 from headstart.heads.mtp_shipped import MTPShipped
 from headstart.heads.settings import MTPSettings
-from headstart.heads.shipped import require_shipped
+from headstart.heads.shipped import LAYOUTS, require_shipped
 
 
 class MTP(MTPHead, LayerHead):
@@ -53,6 +54,12 @@ class MTP(MTPHead, LayerHead):
     def check(cls, settings: MTPSettings, target: Any) -> None:
         if settings.shipped:
             require_shipped(target.facts)
+        before_norm = (
+            LAYOUTS[target.facts.shipped["layout"]].before_norm if settings.shipped else target.facts.llama_like
+        )
+        gain_H = stored_gain(resolve_model(target.facts.name)) if before_norm else None
+        if gain_H is not None:
+            refuse_hidden(gain_H, target.facts)
 
     @property
     def layer(self) -> MTPLayer:

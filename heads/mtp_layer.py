@@ -1,9 +1,11 @@
 """What the forms of an MTP head share: the decoder layer, and what they borrow from the target."""
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from torch import Tensor, nn
 
 from headstart.heads.errors import WrongInput
@@ -12,6 +14,9 @@ from headstart.heads.layer_head import Attention, Layer
 from headstart.heads.layers import GatedMLP, Projection, RMSNorm
 from headstart.heads.recycling_head import EmbeddingHead
 from headstart.heads.settings import MTPSettings
+from headstart.heads.shipped import tensor_files
+
+FINAL_NORM = "model.norm.weight"
 
 
 class MTPLayer(Layer):
@@ -56,12 +61,7 @@ class MTPEnds(EmbeddingHead):
         if not self.before_norm:
             return
         self.final_gain_H = target.final_norm_weight().to(self.dtype)
-        if hidden := int((self.final_gain_H == 0).sum()):
-            raise WrongInput(
-                f"head.kind: the final norm of {self.facts.name} has a gain of zero at {hidden} of {self.facts.hidden_size} "
-                "channels, so an MTP layer, which reads the state in front of it, cannot be trained on the states that are "
-                "stored. Choose another kind: headstart ls heads"
-            )
+        refuse_hidden(self.final_gain_H, self.facts)
 
     def fuse(self, features: Tensor) -> Tensor:
         """h of depth 0. In front of the norm a state is that of behind it without the gain; `hnorm` makes its length one."""
@@ -69,6 +69,26 @@ class MTPEnds(EmbeddingHead):
 
     def outputs(self) -> Sequence[Projection]:
         return [self.lm_head]
+
+
+def stored_gain(folder: Path) -> Tensor | None:
+    """The gain of a Llama-like target's final norm in its files; None where it has another name or no file is there yet."""
+    file = tensor_files(folder).get(FINAL_NORM)
+    if file is None or not file.is_file():
+        return None
+    with safe_open(file, framework="pt") as opened:
+        gain_H: Tensor = opened.get_tensor(FINAL_NORM)
+    return gain_H
+
+
+def refuse_hidden(gain_H: Tensor, facts: TargetFacts) -> None:
+    """Raises WrongInput: a gain that hides channels of the state in front of the final norm."""
+    if hidden := int((gain_H == 0).sum()):
+        raise WrongInput(
+            f"head.kind: the final norm of {facts.name} has a gain of zero at {hidden} of {facts.hidden_size} channels, so "
+            "an MTP layer, which reads the state in front of it, cannot be trained on the states that are stored. Choose "
+            "another kind: headstart ls heads"
+        )
 
 
 class MTPHead(MTPEnds):

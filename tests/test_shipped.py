@@ -14,7 +14,7 @@ from headstart.heads.errors import WrongInput
 from headstart.heads.export.scheme import unservable, write_head
 from headstart.heads.mtp import MTP
 from headstart.heads.settings import MTPSettings, TargetSettings
-from headstart.heads.target import load_target
+from headstart.heads.target import TargetLoader, load_target
 from tests.kinds import rollout_logits
 from tests.shipped_targets import FAMILIES, LAYERS, published_layer, write_target
 from tests.small_decoding import make_path, make_prompts
@@ -244,6 +244,25 @@ def test_a_target_without_the_layer_is_refused_before_anything_is_loaded(tiny_ta
     with pytest.raises(WrongInput, match=r"^head\.shipped: found true, but tiny ships no MTP layer .* glm4_moe: model"):
         MTP.check(MTPSettings(shipped=True), tiny_target)
     MTP.check(MTPSettings(), tiny_target)
+
+
+@pytest.mark.parametrize(("family", "shipped", "refused"), [
+    ("mimo", True, True), ("mimo", False, True), ("deepseek_v3", True, False), ("deepseek_v3", False, False),
+])  # fmt: skip
+def test_a_final_norm_that_hides_channels_is_refused_before_anything_is_computed(family, shipped, refused, tmp_path):
+    """By layers that read the state in front of it; and again when such a target is loaded."""
+    file = write_target(tmp_path, family) / "model.safetensors"
+    tensors = load_file(file)
+    tensors["model.norm.weight"][5] = 0
+    save_file(tensors, file, metadata={"format": "pt"})
+    loader = TargetLoader(TargetSettings(model=str(tmp_path), dtype="float32", device="cpu"))
+    settings = MTPSettings(shipped=shipped)
+    if not refused:
+        return MTP.check(settings, loader)
+    head = build_head(settings, loader.facts, torch.arange(loader.facts.num_tokens))
+    for refuse in (lambda: MTP.check(settings, loader), lambda: head.load_target(loader("float32"), initialise=False)):
+        with pytest.raises(WrongInput, match="gain of zero at 1 of 64 channels"):
+            refuse()
 
 
 def test_what_fixes_the_layer_leaves_no_other_choice():
