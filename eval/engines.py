@@ -27,7 +27,7 @@ from headstart.eval.llamacpp_engine import open_llamacpp
 from headstart.eval.speculation import Speculation
 from headstart.eval.timings import balanced
 from headstart.eval.vllm_engine import open_vllm
-from headstart.heads.builtin import resolve_model
+from headstart.heads.builtin import BUILTIN_TARGETS, resolve_model
 from headstart.heads.checkpoint import WEIGHTS, head_hash, load_head
 from headstart.heads.contract import Head
 from headstart.heads.errors import GateFailed, WrongInput
@@ -89,11 +89,17 @@ def compare_export(
         # Packed while rounded: the layout does not follow its weights.
         way = Speculation(HeadDrafter(written.pack()), draft_length, whole_blocks=True)
         live = decode(target, prompts, way, max_new_tokens, batch=8)
-    served = folder if record["kind"] in WHOLE else resolve_model(record["target"]["name"])
+    served = folder if record["kind"] in WHOLE else resolve_model(target_model(folder, record))
     requests = Requests(served, prompts, max_new_tokens, target.facts.stop_ids)
     plain, drafted = engine.decode(requests), engine.decode(requests, Drafts(folder, record["kind"], draft_length))
     expected = [by_rule(reply, engine.name, max_new_tokens, draft_length) for reply in live]
     return compare(drafted, plain, expected, prompts, Rescorer(target)), drafted
+
+
+def target_model(folder: Path, record: dict[str, Any]) -> str:
+    """What the target of an export is loaded by: its folder as seen from there, or its name."""
+    name, place = record["target"]["name"], (folder.resolve() / record["target"]["folder"]).resolve()
+    return name if name in BUILTIN_TARGETS or not place.is_dir() else str(place)
 
 
 def as_written(head: Head, folder: Path, record: dict[str, Any]) -> AbstractContextManager[Head]:
@@ -156,7 +162,7 @@ def compare_run(
     results = []
     for name, folder in exports.items():
         record = read_json(folder / RECORD, RECORD_SCHEMA)
-        settings = TargetSettings(model=record["target"]["name"], device="cpu")
+        settings = TargetSettings(model=target_model(folder, record), device="cpu")
         target = load_target(settings, record["taps"], "float32")
         head = load_head(find_checkpoint(run, record["checkpoint"]["sha256"]), target).eval()
         compared = compare_export(engine_of(name), folder, head, target, prompts, max_new_tokens, draft_length)

@@ -1,6 +1,7 @@
 """The numbers about a target that a head is built from; no weights, no torch."""
 
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 
@@ -29,6 +30,12 @@ class TargetFacts:
     shipped: dict[str, Any] = field(default_factory=dict)  # MTP layer in its files, as `heads/shipped.py` says it
     model_type: str = ""  # its family, by transformers' name
     architectures: list[str] = field(default_factory=list)  # classes that its config names
+
+    @property
+    def shown_name(self) -> str:
+        """What an export calls it: a hub id or a built-in name as it is, of a folder's path the last part alone."""
+        folder = Path(self.name).expanduser()
+        return folder.resolve().name if folder.is_dir() or folder.is_absolute() else self.name
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)

@@ -1,5 +1,6 @@
 """Export behind the gate: no unmeasured or failed checkpoint leaves the run, unless told so on the card's first line."""
 
+import os
 import time
 from pathlib import Path
 from typing import Any
@@ -62,8 +63,8 @@ def export_head(
         "gate": problems,
         "checkpoint": identity,
         "target": {
-            "name": target.facts.name,
-            "folder": str(source),
+            "name": target.facts.shown_name,
+            "folder": os.path.relpath(source, out.resolve()),
             "dtype": stored_dtype(source),
             "fingerprint": target.facts.fingerprint,
         },
@@ -71,7 +72,6 @@ def export_head(
             name: read_json(file, MANIFEST_SCHEMA)["key"] for name in STAGES if (file := run / name / MANIFEST).exists()
         },
         "trained_on": trained_on(run),
-        "folder": str(out.resolve()),
         "taps": head.taps,
         "tap_convention": TAP_CONVENTION,
         "context": target.facts.max_position,

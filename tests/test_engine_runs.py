@@ -201,7 +201,7 @@ def served(folder, how, programs, work):
     assert changed == 1
     for name, path in programs.items():
         command = re.sub(rf"(?m)(^| ){re.escape(name)} ", rf"\g<1>{path} ", command)
-    script = f"set -eu\n{places}\n{command}\n"
+    script = f"set -eu\ncd {folder}\n{places}\ncd {work}\n{command}\n"
     environment = os.environ | {"HF_HUB_OFFLINE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
     with running_server(["bash", "-c", script], f"http://127.0.0.1:{port}", environment, work) as url:
         yield url

@@ -1,6 +1,8 @@
 """The law of the gate: what was not measured, or failed, is exported only with a card that says so first."""
 
 import json
+import shutil
+import subprocess
 
 import numpy as np
 import pytest
@@ -11,7 +13,11 @@ from headstart.eval.identity import Rescorer
 from headstart.eval.settings import EvalSettings, ExportSettings
 from headstart.heads.checkpoint import checkpoint_identity, head_hash, save_head
 from headstart.heads.errors import GateFailed, WrongInput
+from headstart.heads.export.serving import serving_text
 from headstart.heads.paths import Path
+from headstart.heads.settings import TargetSettings
+from headstart.heads.store import read_json
+from headstart.heads.target import load_target
 from headstart.launch.export_gate import export_head
 from tests.test_export import make_head
 
@@ -207,6 +213,31 @@ def test_the_length_trained_on_is_said_and_is_not_the_context(run, tiny_target):
     assert "at most 64 tokens long" in card
     assert "positions written for: 1024" in card
     assert "read back by the rules of: vllm (0.32.0), llamacpp (11434)" in card
+
+
+@pytest.mark.parametrize("engine", ["vllm", "speculators"])
+def test_no_absolute_path_leaves_with_an_export_and_its_target_is_found_from_there(engine, tiny_folder, tmp_path):
+    """A run of a target in a folder: neither path tells where it lay, and the card's places lead to both."""
+    source = shutil.copytree(tiny_folder, tmp_path / "models" / "mine")
+    target = load_target(TargetSettings(model=str(source), dtype="float32", device="cpu"))
+    checkpoint = tmp_path / "run" / "checkpoints" / "step-000007"
+    checkpoint.mkdir(parents=True)
+    save_head(checkpoint, make_head(target), step=7)
+    out = export(tmp_path / "run", target, engine, checkpoint=checkpoint.name, untested=True)
+    card, record = (out / "README.md").read_text(), read_json(out / "headstart.json")
+    for file in out.iterdir():
+        assert str(tmp_path).encode() not in file.read_bytes(), file.name
+    assert card.partition("# EAGLE3")[2].startswith(f" draft head for mine, for {engine}")
+    assert engines.target_model(out, record) == str(source)
+    places = card.split("## Serve it")[1].split("```")[1]
+    said = subprocess.run(["bash", "-euc", f'{places}\necho "$TARGET $HEAD"'], cwd=out, capture_output=True, check=True)
+    assert said.stdout.decode().split() == [str(source), str(out)]
+
+
+def test_a_target_of_the_hub_is_served_by_its_id():
+    record = {"kind": "medusa", "target": {"name": "org/model", "folder": "../x"}, "readable_by": [], "taps": []}
+    text = serving_text({**record, "draft_length": 3, "dtype": "float32", "tensors": {}})
+    assert "TARGET=org/model\n" in text
 
 
 def test_a_missing_checkpoint_names_what_is_there(run, tiny_target):

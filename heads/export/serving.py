@@ -86,8 +86,10 @@ SERVE = {
 
 def serving_text(record: dict[str, Any]) -> str:
     """The card's section on serving: where things lie, then the commands of every engine that reads the folder."""
-    target, head = shlex.quote(record["target"]["folder"]), shlex.quote(record["folder"])
-    lines = ["## Serve it", "", f"```\nTARGET={target}\nHEAD={head}\n```"]
+    place = f'"$(realpath {shlex.quote(record["target"]["folder"])})"'
+    target = shlex.quote(record["target"]["name"]) if is_hub_id(record["target"]["name"]) else place
+    lines = ["## Serve it", "", "In this folder (the target's place is as it was seen from here):"]
+    lines += ["", f'```\nTARGET={target}\nHEAD="$PWD"\n```']
     whole = record["kind"] in WHOLE
     lines += ["", "The folder is the target and its head in one."] if whole else []
     methods, loader = METHODS[record["kind"]], loader_options(record)
@@ -112,6 +114,11 @@ def serving_text(record: dict[str, Any]) -> str:
     if others := [name for name in methods if name not in record["readable_by"]]:
         lines += ["", f"Not for {', '.join(others)}: `headstart export --engine` writes their folder, or says why not."]
     return "\n".join(lines)
+
+
+def is_hub_id(name: str) -> bool:
+    """Whether a shown name is ORG/NAME; those of folders and built-in targets have no slash."""
+    return "/" in name
 
 
 def loader_options(record: dict[str, Any]) -> dict[str, bool]:

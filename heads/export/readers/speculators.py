@@ -46,7 +46,7 @@ def as_classic(
     expected = {
         "algorithm": "eagle3",
         "default_proposal_method": "greedy",
-        "verifier": {"name_or_path": facts.name, "architectures": facts.architectures},
+        "verifier": {"name_or_path": facts.shown_name, "architectures": facts.architectures},
     }
     problems = value_problems(outer, expected)
     proposals = outer["proposal_methods"]
