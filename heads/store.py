@@ -252,27 +252,28 @@ def open_stage(root: Path, stage: str, inputs: dict[str, Any], seed: int) -> Sta
     Raises:
         WrongInput: the folder holds a manifest of another key or of a newer schema.
     """
-    key = hash_json(inputs)
-    folder = stage_folder(root, stage, key)
-    folder.mkdir(parents=True, exist_ok=True)
-    if (folder / MANIFEST).exists():
-        manifest = read_json(folder / MANIFEST, MANIFEST_SCHEMA)
-        if manifest.get("key") != key:
-            raise WrongInput(
-                f"{folder / MANIFEST}: found key {str(manifest.get('key'))[:12]!r}, expected {key[:12]!r}.\n"
-                "Move that folder away and run again."
-            )
-        return Stage(folder, manifest)
-    return new_stage(folder, stage, inputs, seed)
+    found = stage_there(root, stage, inputs)
+    found.folder.mkdir(parents=True, exist_ok=True)
+    return found if found.begun else new_stage(found.folder, stage, inputs, seed)
 
 
 def stage_there(root: Path, stage: str, inputs: dict[str, Any]) -> Stage:
-    """The stage of these inputs as it stands; of one that was not begun no folder is made, and nothing is recorded."""
+    """The stage of these inputs as it stands; of one that was not begun no folder is made, and nothing is recorded.
+
+    Raises:
+        WrongInput: as `open_stage`.
+    """
     key = hash_json(inputs)
     folder = stage_folder(root, stage, key)
-    if (folder / MANIFEST).exists():
-        return Stage(folder, read_json(folder / MANIFEST, MANIFEST_SCHEMA))
-    return Stage(folder, {"key": key, "inputs": inputs, "outputs": {}, "state": ABSENT})
+    if not (folder / MANIFEST).exists():
+        return Stage(folder, {"key": key, "inputs": inputs, "outputs": {}, "state": ABSENT})
+    manifest = read_json(folder / MANIFEST, MANIFEST_SCHEMA)
+    if manifest.get("key") != key:
+        raise WrongInput(
+            f"{folder / MANIFEST}: found key {str(manifest.get('key'))[:12]!r}, expected {key[:12]!r}.\n"
+            "Move that folder away and run again."
+        )
+    return Stage(folder, manifest)
 
 
 def new_stage(folder: Path, stage: str, inputs: dict[str, Any], seed: int) -> Stage:

@@ -7,7 +7,7 @@ from pathlib import Path
 from headstart.eval.tables import columns
 from headstart.heads.precision import choose_precision
 from headstart.heads.start import Start
-from headstart.heads.store import MANIFEST, MANIFEST_SCHEMA, Stage, hash_json, read_json, stage_folder
+from headstart.heads.store import Stage
 from headstart.heads.target import choose_device
 from headstart.launch.check import Checked
 from headstart.launch.commands import run_folder, shared_settings, training_settings
@@ -23,7 +23,7 @@ from headstart.launch.prediction import (
     remaining_rows,
     took,
 )
-from headstart.launch.remaining import remaining, steps_done
+from headstart.launch.remaining import Remaining, prompts_and_traffic, remaining, steps_done
 from headstart.launch.run import RunFolder
 from headstart.launch.sample import Sample, take_sample
 from headstart.launch.settings import Recipe
@@ -31,16 +31,12 @@ from headstart.launch.storing import choose_mode
 from headstart.launch.variants import Loaded
 from headstart.trainer.features import (
     expected_bytes,
-    features_inputs,
-    find_features,
     free_bytes,
     gigabytes,
     most_bytes,
     stored_splits,
 )
-from headstart.trainer.prompts import prompt_inputs
 from headstart.trainer.served import backend_name
-from headstart.trainer.traffic import traffic_inputs
 
 
 @dataclass(frozen=True)
@@ -63,15 +59,16 @@ def print_plan(loaded: Loaded, path: Path, checked: Checked, threads: str, asked
     """Print the plan of a checked recipe; with `asked` also how long its stages take there."""
     recipe, run = loaded.shared, run_folder(loaded.shared)
     number, _, reason = threads.partition(" ")
-    planned = unopened_stages(recipe, path, checked, run)
-    mode, why = choose_mode(recipe, run, checked.target, planned[1], checked.planned.rows)
+    prompts, traffic = prompts_and_traffic(recipe, path, checked.target, run)
+    mode, why = choose_mode(recipe, run, checked.target, traffic, checked.planned.rows)
+    left = remaining(recipe, checked, run, prompts, traffic, mode)
     rows = [("threads", number, reason.strip("()")), *derived(loaded, checked), ("features.mode", mode, why)]
     for name, own in loaded.recipes.items():
         rows += of_variant(name, derived_of_head(own, checked, checked.starts.get(name)))
     table("derived", rows)
     told = [*checked.prompts.describe().splitlines(), *checked.planned.describe()]
     table("prompts", [(line, "", "") for line in told])
-    rows = stages(planned, mode, checked, run)
+    rows = stages(left, checked.target.has_weights)
     for name, own in loaded.recipes.items():
         rows += of_variant(name, head_stages(own, run_folder(own)))
     table("stages", rows)
@@ -79,21 +76,20 @@ def print_plan(loaded: Loaded, path: Path, checked: Checked, threads: str, asked
     if asked is not None:
         needs = replace(needs, num_processes=asked.processes)
     table("memory", memory_rows(needs))
-    table("disk", disk(recipe, planned[1], mode, checked, run))
+    table("disk", disk(recipe, traffic, mode, checked, run))
     if asked is None:
         return
     here = not asked.elsewhere and checked.target.has_weights and needs.fits and not recipe.target.sharded
     if here and not recipe.prompts.num_synthesized:  # prompts that are not written yet cannot be counted
-        table("time", sampled_times(loaded, path, checked, mode))
+        table("time", sampled_times(loaded, checked, left, mode))
     else:
         table("time", times(recipe, checked, needs, run, asked))
 
 
-def sampled_times(loaded: Loaded, path: Path, checked: Checked, mode: str) -> list[Row]:
+def sampled_times(loaded: Loaded, checked: Checked, left: Remaining, mode: str) -> list[Row]:
     """What finished stages took beside what was predicted of them, and what the others are going to take, by a sample."""
     recipe, heads = loaded.shared, loaded.recipes
     runs = {name: run_folder(own) for name, own in heads.items()}
-    left = remaining(recipe, path, checked, run_folder(recipe), mode)
     done = {name: steps_done(runs[name]) for name in runs}
     to_train = {name: own for name, own in heads.items() if done[name] < own.train.num_steps}
     sample = take_sample(recipe, to_train, left, run_folder(recipe), mode) if left.shares or to_train else None
@@ -195,14 +191,11 @@ def derived_of_head(recipe: Recipe, checked: Checked, start: Start | None) -> li
     ]
 
 
-def stages(planned: tuple[Stage, Stage], mode: str, checked: Checked, run: RunFolder) -> list[Row]:
+def stages(left: Remaining, has_weights: bool) -> list[Row]:
     """Each stage before training with its key, and whether it is reused, continued or run."""
-    features = features_inputs(checked.target, planned[1], stored_splits(mode))
-    folders = [stage.folder for stage in planned]
-    folders.append(find_features(run.root, features) or stage_folder(run.root, "features", hash_json(features)))
-    if not checked.target.has_weights:
-        return [(folder.name.partition("-")[0], "", "runs, once the target's weights are there") for folder in folders]
-    return [stage_row(folder) for folder in folders]
+    if not has_weights:
+        return [(name, "", "runs, once the target's weights are there") for name in BEFORE_TRAINING]
+    return [stage_row(getattr(left, name)) for name in BEFORE_TRAINING]
 
 
 def head_stages(recipe: Recipe, run: RunFolder) -> list[Row]:
@@ -216,26 +209,11 @@ def head_stages(recipe: Recipe, run: RunFolder) -> list[Row]:
     ]
 
 
-def unopened_stages(recipe: Recipe, path: Path, checked: Checked, run: RunFolder) -> tuple[Stage, Stage]:
-    """Prompts and traffic by their keys and folders."""
-    seed = recipe.run.seed
-    prompts = unopened(run, "prompts", prompt_inputs(recipe.prompts, path.parent, seed, checked.target))
-    return prompts, unopened(run, "traffic", traffic_inputs(checked.target, prompts, recipe.traffic, seed))
-
-
-def unopened(run: RunFolder, name: str, inputs: dict) -> Stage:
-    """A stage by its inputs alone; no folder is made."""
-    key = hash_json(inputs)
-    return Stage(stage_folder(run.root, name, key), {"key": key})
-
-
-def stage_row(folder: Path) -> Row:
-    name, _, key = folder.name.partition("-")
-    if not (folder / MANIFEST).exists():
-        return name, key, "runs"
-    found = read_json(folder / MANIFEST, MANIFEST_SCHEMA)
-    state = "reused" if found["state"] == "complete" else f"continues, {len(found['outputs'])} files are there"
-    return name, key, state
+def stage_row(stage: Stage) -> Row:
+    name, _, key = stage.folder.name.partition("-")
+    if stage.begun and not stage.complete:
+        return name, key, f"continues, {len(stage.outputs)} files are there"
+    return name, key, "reused" if stage.complete else "runs"
 
 
 def disk(recipe: Recipe, traffic: Stage, mode: str, checked: Checked, run: RunFolder) -> list[Row]:

@@ -4,7 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from headstart.heads.store import MANIFEST, MANIFEST_SCHEMA, Stage, read_json, stage_there
+from headstart.heads.store import Stage, stage_there
+from headstart.heads.target import TargetLoader
 from headstart.launch.check import Checked
 from headstart.launch.run import RunFolder
 from headstart.launch.settings import Recipe
@@ -59,18 +60,20 @@ class Remaining:
         return [True, False] if others and not alike else [True]
 
 
-def remaining(recipe: Recipe, path: Path, checked: Checked, run: RunFolder, mode: str) -> Remaining:
-    """What is left before training, of a run that stores states as `mode` says; no folder is made."""
-    target, settings, seed = checked.target, recipe.traffic, recipe.run.seed
-    talks = checked.planned.conversations
+def prompts_and_traffic(recipe: Recipe, path: Path, target: TargetLoader, run: RunFolder) -> tuple[Stage, Stage]:
+    """Both stages as they stand; no folder is made."""
+    seed = recipe.run.seed
     prompts = stage_there(run.root, "prompts", prompt_inputs(recipe.prompts, path.parent, seed, target))
-    traffic = stage_there(run.root, "traffic", traffic_inputs(target, prompts, settings, seed))
-    stored = stored_splits(mode)
+    return prompts, stage_there(run.root, "traffic", traffic_inputs(target, prompts, recipe.traffic, seed))
+
+
+def remaining(recipe: Recipe, checked: Checked, run: RunFolder, prompts: Stage, traffic: Stage, mode: str) -> Remaining:
+    """What is left before training, of a run that stores states as `mode` says; no folder is made."""
+    target, settings = checked.target, recipe.traffic
+    talks, stored = checked.planned.conversations, stored_splits(mode)
     inputs = features_inputs(target, traffic, stored)
     more = find_features(run.root, inputs) if traffic.complete else None
-    features = stage_there(run.root, "features", inputs)
-    if more is not None:
-        features = Stage(more, read_json(more / MANIFEST, MANIFEST_SCHEMA))
+    features = more or stage_there(run.root, "features", inputs)
     chunks = plan_chunks([prompt for prompt in checked.prompts.prompts if prompt.prompt_id in talks], settings, stored)
     todo = [chunk for chunk in chunks if not has(traffic, chunk.part) or needs_features(features, chunk)]
     return Remaining(

@@ -39,7 +39,7 @@ def choose_mode(recipe: Recipe, run: RunFolder, targets: TargetLoader, traffic: 
     """The mode of a run and its reason: `auto` goes on with what is there, else stores where the disk has room.
 
     Args:
-        traffic: by its key and folder, made or not.
+        traffic: as it stands, begun or not.
     """
     if mode := kept_mode(recipe, run):
         return mode, "as this run began" if recipe.features.mode == "auto" else "as the recipe says"

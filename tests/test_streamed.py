@@ -8,7 +8,7 @@ import torch
 from headstart.heads.features import FeatureReader
 from headstart.heads.paths import read_paths
 from headstart.heads.settings import DraftSettings
-from headstart.heads.store import Stage, read_json
+from headstart.heads.store import read_json, stage_there
 from headstart.heads.target import TargetLoader
 from headstart.launch import cli
 from headstart.launch.check import sharded_problems
@@ -142,7 +142,7 @@ def test_what_is_stored_of_all_replies_serves_and_less_does_not(tmp_path):
 
 def test_auto_stores_where_the_disk_has_room_and_a_run_stays_as_it_began(tmp_path):
     targets, recipe = TargetLoader(TINY), Recipe(features=FeatureSettings("auto"))
-    run, traffic = RunFolder(tmp_path / "mine"), Stage(tmp_path / "none", {"key": "0"})
+    run, traffic = RunFolder(tmp_path / "mine"), stage_there(tmp_path, "traffic", {})
     for tokens, mode in ((100, "cache"), (10**15, "stream")):
         chosen, reason = choose_mode(recipe, run, targets, traffic, lambda tokens=tokens: [("train", tokens)])
         assert chosen == mode

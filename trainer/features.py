@@ -26,8 +26,8 @@ from headstart.heads.store import (
     hash_json,
     open_stage,
     read_json,
-    stage_folder,
     stage_inputs,
+    stage_there,
 )
 from headstart.heads.target import States, TargetLoader
 from headstart.trainer.settings import TrafficSettings
@@ -52,17 +52,17 @@ def features_inputs(load_target: TargetLoader, traffic: Stage, stored: Sequence[
     return stage_inputs(STAGE_VERSION, settings, {"traffic": traffic.key}, load_target.facts.fingerprint)
 
 
-def find_features(root: Path, inputs: dict[str, Any]) -> Path | None:
-    """Folder of the features of these inputs: their own, begun or finished, else a finished one that holds more."""
-    own = stage_folder(root, "features", hash_json(inputs))
-    if (own / MANIFEST).exists():
+def find_features(root: Path, inputs: dict[str, Any]) -> Stage | None:
+    """The features of these inputs: their own, begun or finished, else finished ones that hold more."""
+    own = stage_there(root, "features", inputs)
+    if own.begun:
         return own
     for manifest in sorted((root / STAGES).glob(f"features-*/{MANIFEST}")):
         stage = Stage(manifest.parent, read_json(manifest, MANIFEST_SCHEMA))
         held = stage.manifest["inputs"]
         alike = held == {**inputs, "settings": held["settings"]}
         if alike and holds_more(held["settings"], inputs["settings"]) and stage.complete and not stage.damaged():
-            return stage.folder
+            return stage
     return None
 
 
@@ -74,10 +74,7 @@ def holds_more(held: Mapping[str, Any], asked: Mapping[str, Any]) -> bool:
 
 def open_features(root: Path, inputs: dict[str, Any], seed: int) -> Stage:
     """Open the stage of these inputs, or the finished one that serves them (`find_features`)."""
-    found = find_features(root, inputs)
-    if found is None or found == stage_folder(root, "features", hash_json(inputs)):
-        return open_stage(root, "features", inputs, seed)
-    return Stage(found, read_json(found / MANIFEST, MANIFEST_SCHEMA))
+    return find_features(root, inputs) or open_stage(root, "features", inputs, seed)
 
 
 def shard_name(number: int) -> str:
@@ -150,13 +147,11 @@ def expected_bytes(
     """Bytes that features take; until all replies are recorded the most they can, and of how many tokens.
 
     Args:
-        traffic: by its key and folder, made or not.
+        traffic: as it stands, begun or not.
         rows: split and prompt tokens of each row to come.
     """
-    if (traffic.folder / MANIFEST).exists():
-        made = Stage(traffic.folder, read_json(traffic.folder / MANIFEST, MANIFEST_SCHEMA))
-        if made.complete:
-            return recorded_bytes(made, load_target, settings, stored), None
+    if traffic.complete:
+        return recorded_bytes(traffic, load_target, settings, stored), None
     tokens, size = most_bytes([row for row in rows if row[0] in stored], settings, load_target)
     return size, tokens
 
