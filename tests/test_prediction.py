@@ -12,9 +12,11 @@ from headstart.heads.paths import read_paths
 from headstart.heads.sampling import Sampling
 from headstart.heads.store import read_json
 from headstart.launch import cli
-from headstart.launch.prediction import PLAN, SCHEMA
+from headstart.launch.plan import time_rows_of
+from headstart.launch.prediction import PLAN, SCHEMA, read_kept
 from headstart.launch.recipe import FIRST_LINE, LAST_LINE
 from headstart.launch.remaining import num_validations
+from headstart.launch.run import RunFolder
 from headstart.trainer.generation import Generator
 from headstart.trainer.metrics import read_metrics
 from headstart.trainer.rehearsal import (
@@ -98,6 +100,20 @@ def test_replies_that_a_sample_cut_end_as_often_as_the_others_did():
 )
 def test_validations_are_counted_as_training_makes_them(num_steps, every, done, number):
     assert num_validations(TrainSettings(num_steps=num_steps, eval_every=every), done) == number
+
+
+def test_what_has_begun_keeps_the_prediction_it_began_with(tmp_path: Path) -> None:
+    run, settings = RunFolder(tmp_path / "one"), {"seed": 0}
+
+    def plan(seconds: dict[str, float], begun: list[str]) -> list[tuple[str, str, str]]:
+        predicted = {name: {"seconds": each} for name, each in seconds.items()}
+        return time_rows_of(run, settings, predicted, begun, ["traffic", "train"])
+
+    plan({"traffic": 50.0, "train": 20.0}, begun=[])
+    rows = plan({"traffic": 8.0, "train": 30.0}, begun=["traffic"])
+    assert rows == [("traffic", "8 s", ""), ("train", "30 s", "")]
+    assert read_kept(run, settings) == {"traffic": {"seconds": 50.0}, "train": {"seconds": 30.0}}
+    assert read_kept(run, {"seed": 1}) == {}
 
 
 @pytest.fixture(scope="module")
