@@ -26,7 +26,7 @@ from headstart.heads.sharded_target import ShardedTarget
 from headstart.heads.target import Target, TargetLoader
 from headstart.launch.needs import Needs, Row
 from headstart.launch.settings import Recipe
-from headstart.trainer.features import gigabytes, stored_dtype, token_bytes
+from headstart.trainer.features import free_bytes, gigabytes, stored_dtype, token_bytes
 
 CACHE_PAYS = "epochs from which on reading states is faster than computing them"
 PROBE_S = 0.3  # seconds each rate is measured for
@@ -72,7 +72,7 @@ class Work:
 
 
 @dataclass(frozen=True)
-class Stage:
+class Pace:
     """A stage's rate in tokens a second, and what bounds it."""
 
     rate: float
@@ -84,12 +84,12 @@ class Stage:
 
 
 def work_of(
-    recipe: Recipe, target: TargetLoader, needs: Needs, tokens: int, reply_tokens: int, stored: int | None
+    recipe: Recipe, target: TargetLoader, needs: Needs, tokens: int, reply_tokens: int, stored_bytes: int = 0
 ) -> Work:
     """The work of a recipe whose traffic has so many tokens; of its heads, the largest.
 
     Args:
-        stored: bytes of the states that are stored where not those of all tokens are.
+        stored_bytes: of the states that are stored where training streams its own.
     """
     facts, train = target.facts, recipe.train
     vocabulary = recipe.head.draft_vocab_size or facts.num_tokens
@@ -106,13 +106,13 @@ def work_of(
         sharded=recipe.target.sharded,
         head_ops=6 * needs.num_trained * train.depth + 2 * facts.hidden_size * vocabulary,
         token_bytes=each,
-        streams=stored is not None,
+        streams=needs.streams,
         step_tokens=min(max(train.batch_tokens // (train.accumulate * needs.num_processes), 1), pass_tokens),
-        stored_bytes=tokens * each if stored is None else stored,
+        stored_bytes=stored_bytes if needs.streams else tokens * each,
     )
 
 
-def passing(work: Work, machine: Machine, tokens: int, written: int) -> Stage:
+def passing(work: Work, machine: Machine, tokens: int, written: int) -> Pace:
     """Passes of so many tokens a process, which leave `written` bytes a token on disk."""
     gathered = work.layer_bytes * (machine.processes - 1) / machine.processes if work.sharded else 0
     return slowest(
@@ -126,23 +126,23 @@ def passing(work: Work, machine: Machine, tokens: int, written: int) -> Stage:
     )
 
 
-def training(work: Work, machine: Machine) -> Stage:
+def training(work: Work, machine: Machine) -> Pace:
     """Steps on states that are stored, or that the target gives before each micro-batch."""
     tokens, products = machine.processes, work.head_ops / (machine.tflops * 1e12)
     if not work.streams:
         return slowest(tokens, {"products": products, "disk": tokens * work.token_bytes / (machine.disk * 1e9)})
     head, read = slowest(tokens, {"products": products}), streaming(work, machine)
-    return Stage(1 / (1 / head.rate + 1 / read.rate), min(head, read, key=lambda stage: stage.rate).bound)
+    return Pace(1 / (1 / head.rate + 1 / read.rate), min(head, read, key=lambda pace: pace.rate).bound)
 
 
-def streaming(work: Work, machine: Machine) -> Stage:
+def streaming(work: Work, machine: Machine) -> Pace:
     """The target's passes inside training, a micro-batch each."""
     return passing(work, machine, work.step_tokens, 0)
 
 
-def slowest(tokens: int, seconds: dict[str, float]) -> Stage:
+def slowest(tokens: int, seconds: dict[str, float]) -> Pace:
     bound = max(seconds, key=lambda name: seconds[name])
-    return Stage(tokens / seconds[bound], bound)
+    return Pace(tokens / seconds[bound], bound)
 
 
 def time_rows(work: Work, machine: Machine) -> list[Row]:
@@ -163,8 +163,8 @@ def time_rows(work: Work, machine: Machine) -> list[Row]:
     ]
 
 
-def told(stage: Stage) -> str:
-    return f"{stage.rate:,.0f} tokens/s, bound by {stage.bound}"
+def told(pace: Pace) -> str:
+    return f"{pace.rate:,.0f} tokens/s, bound by {pace.bound}"
 
 
 def break_even(work: Work, machine: Machine) -> str:
@@ -229,9 +229,8 @@ def rate(work: Callable[[], object], device: torch.device) -> float:
 
 def disk_rate(root: Path) -> float:
     """Bytes a second that reach the disk of a folder, or of the nearest one above it that is there."""
-    while not root.exists():
-        root = root.parent
-    with tempfile.NamedTemporaryFile(dir=root) as file:
+    _, folder = free_bytes(root)
+    with tempfile.NamedTemporaryFile(dir=folder) as file:
         began = time.perf_counter()
         file.write(os.urandom(1 << 20) * (PROBE_BYTES >> 20))
         file.flush()

@@ -125,7 +125,7 @@ def time_rows_of(
 def cache_row(sample: Sample) -> Row:
     """From which epoch on stored states are worth their disk; all heads read the same."""
     stored = max(times.stored_token for times in sample.heads.values())
-    computed = (sample.answers.read_token or 0.0) / sample.answers.workers
+    computed = sample.answers.read_token / sample.answers.workers
     told = f"{CACHE_PAYS}: {1000 * stored:.3f} ms a token against {1000 * computed:.3f} ms"
     return "cache pays", epochs(computed, computed, stored), told
 
@@ -137,10 +137,8 @@ def times(recipe: Recipe, checked: Checked, needs: Needs, run: RunFolder, asked:
     if not tokens:
         prompts = [kept for _, kept in checked.planned.rows()]
         tokens, reply_tokens = sum(prompts) + len(prompts) * longest, len(prompts) * longest
-    stored = None
-    if needs.streams:
-        rows = [(split, limit if asked.tokens else kept) for split, kept in checked.planned.rows() if split != "train"]
-        _, stored = most_bytes(rows, recipe.traffic, checked.target)
+    kept = [row for row in checked.planned.rows() if row[0] in stored_splits("stream")]
+    _, stored = most_bytes([(split, limit if asked.tokens else n) for split, n in kept], recipe.traffic, checked.target)
     work = work_of(recipe, checked.target, needs, tokens, reply_tokens, stored)
     return time_rows(work, measure_machine(checked.target, needs, run.root, asked.rates))
 

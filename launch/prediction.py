@@ -10,7 +10,7 @@ A plan that is made again writes anew what has not begun; what has begun keeps t
 with variants the stages that these share are in the bake-off's folder, and each training in its run's.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -64,10 +64,8 @@ def predict_states(recipe: Recipe, left: Remaining, answers: Answers, checks: Ma
 def chunk_seconds(chunk: Chunk, recipe: Recipe, left: Remaining, answers: Answers) -> float:
     """What a worker takes for a chunk: to read replies that are recorded already, to answer, or to keep those of sources."""
     if has(left.traffic, chunk.part):
-        return (answers.read_token or 0.0) * sum(
-            len(path.token_N) - 1 for path in read_part(left.traffic.folder / chunk.part)
-        )
-    times = answers.replies.get(chunk.split == "train", answers.replies[True])
+        return answers.read_token * recorded_tokens(left, [chunk])
+    times = answers.times(chunk.split)
     kept = left.reply_lengths([chunk]) if keeps_replies(chunk, recipe.traffic) else ()
     return seconds_of_chunk(times, [len(ids) for ids in left.token_ids([chunk])], recipe.traffic.slots, kept)
 
@@ -90,9 +88,14 @@ def validation_tokens(left: Remaining, answers: Answers) -> float:
     """Slots of the validation replies: as they are recorded, or as long as the sample's."""
     chunks = [chunk for chunk in left.chunks if chunk.split == "validation"]
     if left.traffic.complete:
-        return sum(len(path.token_N) - 1 for chunk in chunks for path in read_part(left.traffic.folder / chunk.part))
-    requests, lengths = left.token_ids(chunks), answers.replies.get(False, answers.replies[True]).lengths
+        return recorded_tokens(left, chunks)
+    requests, lengths = left.token_ids(chunks), answers.times("validation").lengths
     return sum(map(len, requests)) + len(requests) * (sum(lengths) / len(lengths) - 1)
+
+
+def recorded_tokens(left: Remaining, chunks: Sequence[Chunk]) -> int:
+    """Tokens with states, of chunks that are recorded."""
+    return sum(len(path.token_N) - 1 for chunk in chunks for path in read_part(left.traffic.folder / chunk.part))
 
 
 def keep(run: RunFolder, settings: Mapping[str, Any], predicted: Predicted) -> Predicted:

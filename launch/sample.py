@@ -9,7 +9,7 @@ import shutil
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from io import StringIO
 
 import numpy as np
@@ -53,12 +53,16 @@ class HeadTimes:
 
 @dataclass(frozen=True)
 class Answers:
-    """Seconds of the target's part; of replies and passes those of one worker."""
+    """Seconds of the target's part; of replies and passes those of one worker. Nothing of what no stage needs."""
 
-    workers: int  # that answer chunks side by side, at most
-    load: Mapping[str, float]  # the target, by precision
-    replies: Mapping[bool, ReplyTimes]  # by whether prompts are trained on
-    read_token: float | None  # the target's states of a token; None where no stage needs them
+    workers: int = 1  # that answer chunks side by side, at most
+    load: Mapping[str, float] = field(default_factory=dict)  # the target, by precision
+    replies: Mapping[bool, ReplyTimes] = field(default_factory=dict)  # by whether prompts are trained on
+    read_token: float = 0.0  # the target's states of a token
+
+    def times(self, split: str) -> ReplyTimes:
+        """Those of training replies where others were not sampled."""
+        return self.replies.get(split == "train", self.replies[True])
 
 
 @dataclass(frozen=True)
@@ -82,7 +86,7 @@ def take_sample(recipe: Recipe, heads: Mapping[str, Recipe], left: Remaining, ru
         if left.states_are_there:
             trial.link("traffic", left.traffic.folder)
             trial.link("features", left.features.folder)
-            answers = Answers(1, {}, {}, None)
+            answers = Answers()
         else:
             answers = sample_answers(recipe, left, trial)
         times = {}

@@ -103,18 +103,18 @@ def token_bytes(load_target: TargetLoader, dtype: torch.dtype) -> int:
 
 
 def most_bytes(
-    prompts: Iterable[tuple[str, int]], settings: TrafficSettings, load_target: TargetLoader
+    rows: Iterable[tuple[str, int]], settings: TrafficSettings, load_target: TargetLoader
 ) -> tuple[int, int]:
     """The most that features can take, if every reply runs to its limit.
 
     Args:
-        prompts: split and number of tokens of each.
+        rows: split and prompt tokens of each.
 
     Returns:
         Number of tokens, and of bytes.
     """
     tokens = dict.fromkeys(SPLITS, 0)
-    for split, num_prompt_tokens in prompts:
+    for split, num_prompt_tokens in rows:
         tokens[split] += num_prompt_tokens + settings.max_new_tokens - 1
     size = sum(number * token_bytes(load_target, stored_dtype(split, settings)) for split, number in tokens.items())
     return sum(tokens.values()), size
@@ -182,23 +182,21 @@ def shard_bytes(
 
 
 def check_disk(
-    features: Stage, prompts: Sequence[tuple[str, int]], settings: TrafficSettings, load_target: TargetLoader
+    features: Stage, rows: Sequence[tuple[str, int]], settings: TrafficSettings, load_target: TargetLoader
 ) -> None:
     """Say how large the missing features can become, and refuse what cannot fit.
 
     Args:
-        prompts: split and number of tokens of each whose features are missing.
+        rows: split and prompt tokens of each whose features are missing.
 
     Raises:
         WrongInput: more bytes than the disk has free.
     """
-    if not prompts:
+    if not rows:
         return
-    tokens, size = most_bytes(prompts, settings, load_target)
-    free = shutil.disk_usage(features.folder).free
-    print(
-        f"features: at most {gigabytes(size)} for {tokens:,} tokens of {len(prompts):,} paths, {gigabytes(free)} free"
-    )
+    tokens, size = most_bytes(rows, settings, load_target)
+    free, _ = free_bytes(features.folder)
+    print(f"features: at most {gigabytes(size)} for {tokens:,} tokens of {len(rows):,} paths, {gigabytes(free)} free")
     if size > free:
         raise WrongInput(
             f"features: found {gigabytes(free)} free in {features.folder}, expected at least {gigabytes(size)} "

@@ -162,7 +162,7 @@ class FeatureSettings:
     """How the target's states reach training."""
 
     mode: Literal["cache", "stream", "auto"] = "cache"
-    """cache (stored, made once), stream (no training states are: each step reads its rows), auto (by free disk)."""
+    """cache (all are stored, once), stream (those of training are read in each step), auto (by free disk)."""
 
 
 @dataclass(frozen=True)

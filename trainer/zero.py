@@ -12,7 +12,7 @@ import math
 import os
 import warnings
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any, ClassVar
 
 import torch
@@ -268,15 +268,11 @@ def import_deepspeed(device: torch.device) -> Any:
     return deepspeed
 
 
-def held(optimizer: torch.optim.Optimizer) -> AbstractContextManager[None]:
+@contextmanager
+def held(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     """Meanwhile its steps change nothing."""
-
-    @contextmanager
-    def holding() -> Iterator[None]:
-        optimizer.step = lambda *_: None  # type: ignore[method-assign, assignment]
-        try:
-            yield
-        finally:
-            del optimizer.step
-
-    return holding()
+    optimizer.step = lambda *_: None  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        del optimizer.step

@@ -43,11 +43,8 @@ FAMILIES = {
     "trtllm": ("deepseek_v3", "glm4_moe", "qwen3_next"),
 }
 ZEROED = {"vllm": ("deepseek_v3", "glm4_moe", "qwen2"), "sglang": ("qwen2",), "trtllm": ()}
-BEFORE_NORM = {
-    "vllm": ("qwen2",),
-    "sglang": (),
-    "trtllm": (),
-}  # whose layer is handed the state in front of the final norm
+# Whose layer is handed the state in front of the final norm.
+BEFORE_NORM: dict[str, tuple[str, ...]] = {"vllm": ("qwen2",), "sglang": (), "trtllm": ()}
 EMBEDDING, FINAL_NORM, OUTPUT = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
 BIASED = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")  # of every Qwen2
 MIMO_KEYS = LAYER_KEYS - {"attention_bias", "mlp_bias"} | {
