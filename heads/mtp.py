@@ -57,7 +57,7 @@ class MTP(MTPHead, LayerHead):
         before_norm = (
             LAYOUTS[target.facts.shipped["layout"]].before_norm if settings.shipped else target.facts.llama_like
         )
-        gain_H = stored_gain(resolve_model(target.facts.name)) if before_norm else None
+        gain_H = stored_gain(resolve_model(target.facts.name, weights=False)) if before_norm else None
         if gain_H is not None:
             refuse_hidden(gain_H, target.facts)
 
