@@ -33,7 +33,7 @@ def read_description(folder: Path) -> dict[str, Any]:
     known = {field.name for field in fields(HEADS[description["kind"]])}
     if unknown := sorted(description["settings"].keys() - known):
         raise WrongInput(
-            f"{file}: found the settings {', '.join(unknown)}, which a {description['kind']} head of this version has not: "
+            f"{file}: found the settings {', '.join(unknown)}, which {description['kind']} of this version has not: "
             "it was edited, or trained by another version.\nLoad it with that version, or train again."
         )
     return description

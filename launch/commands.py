@@ -64,8 +64,9 @@ def check(recipe_text: str, overrides: list[str], dry_run: bool, asked: "Asked |
             print(f"{head} starts from the {start.layout} {start.folder} ({start.kind}, sha256 {start.sha256[:12]})")
         if not checked.target.has_weights:
             print(f"no weights in {checked.target.folder} yet: training needs them")
-        print(f"{path} is fine; next: headstart train {shlex.quote(recipe_text)}")
     check_broken(checked.prompts.records, loaded.shared.prompts.max_broken)
+    if not dry_run:
+        print(f"{path} is fine; next: headstart train {shlex.quote(recipe_text)}")
 
 
 def train(recipe_text: str, overrides: list[str], fresh: bool) -> None:

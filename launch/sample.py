@@ -158,7 +158,7 @@ def time_head(recipe: Recipe, trial: RunFolder, mode: str, budget: float) -> Hea
     step = seconds_per_step(job, MOST_STEPS, budget)
     num_tokens = sum(len(path.token_N) - 1 for path in paths)
     times = HeadTimes(step, seconds_of_validation(job, rows) / num_tokens, seconds_to_load_batches(rows))
-    tell(f"optimiser steps of a {recipe.head.kind} head and a validation", began)
+    tell(f"optimiser steps of the {recipe.head.kind} head and a validation", began)
     return times
 
 

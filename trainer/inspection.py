@@ -32,9 +32,11 @@ def title(path: Path) -> str:
 
 
 def shown(tokenizer: Any, token: int) -> str:
-    """A token on one line: its text with line breaks spelled out, or its id where it is no text by itself."""
+    """A token on one line: its text, control characters spelled out, or its id where it is no text by itself."""
     text: str = tokenizer.decode([token])
-    return f"<{token}>" if not text or "\ufffd" in text else text.replace("\n", "\\n").replace("\t", "\\t")
+    if not text or "\ufffd" in text:
+        return f"<{token}>"
+    return "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)
 
 
 def token_lines(path: Path, tokenizer: Any, colour: bool) -> list[str]:

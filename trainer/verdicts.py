@@ -83,7 +83,9 @@ def check_broken(records: Iterable[Record], most: float) -> None:
             f"(prompts.max_broken): {listed(reasons[source])}"
             for source in failed
         ]
-        raise GateFailed("\n".join(lines) + "\nMend them, or raise prompts.max_broken; the good rows were used.")
+        raise GateFailed(
+            "\n".join(lines) + "\nMend them, or raise prompts.max_broken; the good rows are used either way."
+        )
 
 
 def listed(reasons: Counter[str]) -> str:

@@ -136,13 +136,14 @@ def _speed(record: dict[str, Any], evals: dict[str, Any]) -> str:
     hardware = speed["hardware"]
     lines += ["", f"Measured on {hardware.get('gpu') or hardware['cpu']}, {hardware['cores']} cores.", ""]
     for entry in speed.get("recommended", []):
-        advice = f"draft length {entry['draft_length']}" if entry["draft_length"] else "no speculation"
+        advice = f"draft length {entry['draft_length']}" if entry["draft_length"] else NO_DRAFTS
         off = f"; off for {', '.join(entry['routes_off'])}" if entry["draft_length"] and entry.get("routes_off") else ""
         span = "-".join(str(end) for end in sorted(set(entry["concurrency"])))
         lines.append(f"- recommended at concurrency {span} ({entry['engine']}): {advice}{off}")
     return "\n".join(lines)
 
 
+NO_DRAFTS = "no speculation (the commands below are for other traffic or machines)"
 # What a folder is, by the form of its kind where there are several.
 HELD = {
     "eagle3": "the head; shared with the target at load time: its token embedding. The target itself is untouched",
