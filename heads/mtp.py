@@ -33,10 +33,10 @@ from headstart.heads.facts import TargetFacts
 from headstart.heads.growth import Chain
 from headstart.heads.layer_head import LayerHead
 from headstart.heads.layers import Rotary, attend_level, attend_paths
-from headstart.heads.mtp_layer import MTPHead, MTPLayer, refuse_hidden, stored_gain
+from headstart.heads.mtp_layer import MTPHead, MTPLayer, reads_before_norm, refuse_hidden, stored_gain
 from headstart.heads.mtp_shipped import MTPShipped
 from headstart.heads.settings import MTPSettings
-from headstart.heads.shipped import LAYOUTS, require_shipped
+from headstart.heads.shipped import require_shipped
 
 
 class MTP(MTPHead, LayerHead):
@@ -54,9 +54,7 @@ class MTP(MTPHead, LayerHead):
     def check(cls, settings: MTPSettings, target: Any) -> None:
         if settings.shipped:
             require_shipped(target.facts)
-        before_norm = (
-            LAYOUTS[target.facts.shipped["layout"]].before_norm if settings.shipped else target.facts.llama_like
-        )
+        before_norm = reads_before_norm(settings, target.facts)
         gain_H = stored_gain(resolve_model(target.facts.name, weights=False)) if before_norm else None
         if gain_H is not None:
             refuse_hidden(gain_H, target.facts)

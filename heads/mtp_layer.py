@@ -14,7 +14,7 @@ from headstart.heads.layer_head import Attention, Layer
 from headstart.heads.layers import GatedMLP, Projection, RMSNorm
 from headstart.heads.recycling_head import EmbeddingHead
 from headstart.heads.settings import MTPSettings
-from headstart.heads.shipped import tensor_files
+from headstart.heads.shipped import LAYOUTS, tensor_files
 
 FINAL_NORM = "model.norm.weight"
 
@@ -45,12 +45,12 @@ class MTPEnds(EmbeddingHead):
 
     kind = "mtp"
     reads = "final"
-    before_norm: bool  # whether engines hand the layer the state in front of the target's final norm
     final_gain_H: Tensor
 
     def __init__(self, settings: MTPSettings, facts: TargetFacts, draft_ids_V: Tensor) -> None:
         super().__init__(settings, facts, draft_ids_V)
         self.taps: list[int] = []
+        self.before_norm = reads_before_norm(settings, facts)
         # The target's own output rows and the gain of its final norm: borrowed and frozen as the embedding is.
         self.lm_head = Projection(facts.hidden_size, len(draft_ids_V)).requires_grad_(False)
         self.register_buffer("final_gain_H", torch.ones(facts.hidden_size), persistent=False)
@@ -69,6 +69,11 @@ class MTPEnds(EmbeddingHead):
 
     def outputs(self) -> Sequence[Projection]:
         return [self.lm_head]
+
+
+def reads_before_norm(settings: MTPSettings, facts: TargetFacts) -> bool:
+    """Whether engines hand the layer the state in front of the target's final norm; one of our own is served as a MiMo's."""
+    return LAYOUTS[facts.shipped["layout"]].before_norm if settings.shipped else facts.llama_like
 
 
 def stored_gain(folder: Path) -> Tensor | None:
@@ -99,7 +104,6 @@ class MTPHead(MTPEnds):
 
     def __init__(self, settings: MTPSettings, facts: TargetFacts, draft_ids_V: Tensor) -> None:
         super().__init__(settings, facts, draft_ids_V)
-        self.before_norm = facts.llama_like  # served as a MiMo, where it can be served
         self.layers = nn.ModuleList(MTPLayer(settings, facts) for _ in range(settings.num_modules))
 
     def module(self, index: int) -> MTPLayer:

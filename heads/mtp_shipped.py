@@ -32,10 +32,9 @@ class MTPShipped(MTPEnds, RecyclingHead):
     norm_output = True
 
     def __init__(self, settings: MTPSettings, facts: TargetFacts, draft_ids_V: Tensor) -> None:
-        super().__init__(settings, facts, draft_ids_V)
         require_shipped(facts)
+        super().__init__(settings, facts, draft_ids_V)
         self.layout = LAYOUTS[facts.shipped["layout"]]
-        self.before_norm = self.layout.before_norm
         config, layer, norm, rotary = family(facts.shipped["config"])
         width, eps = facts.hidden_size, facts.rms_norm_eps
         self.enorm, self.hnorm, self.norm = (norm(width, eps=eps) for _ in range(3))
