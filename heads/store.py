@@ -42,7 +42,7 @@ def atomic_path(path: Path) -> Iterator[Path]:
         temporary.unlink(missing_ok=True)
 
 
-def remove_leftovers(folder: Path, locked: bool = True) -> None:
+def remove_leftovers(folder: Path, *, locked: bool) -> None:
     """Delete what processes that are gone left half written in `folder` (their id is in the name, see `atomic_path`).
 
     Args:

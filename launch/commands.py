@@ -306,7 +306,7 @@ def opened(run: RunFolder) -> Iterator[None]:
     """Hold a run folder as its only writer, with the command and the console recorded in it."""
     with locked(run.folder):
         for folder in (run.folder, run.checkpoints, run.eval, run.folder / "export"):
-            remove_leftovers(folder)
+            remove_leftovers(folder, locked=True)
         run.write_command()
         with run.recorded():
             yield

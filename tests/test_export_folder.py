@@ -85,7 +85,7 @@ def test_what_a_killed_export_leaves_is_known_as_left_over(moves, tmp_path):
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
     assert len(list(tmp_path.iterdir())) == 2
-    remove_leftovers(tmp_path)
+    remove_leftovers(tmp_path, locked=True)
     assert [path.name for path in tmp_path.iterdir()] == ["vllm"] * (moves != 1)
     export(out, "third")
     assert found(out) == "third"

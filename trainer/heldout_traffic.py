@@ -44,7 +44,7 @@ def make_heldout_traffic(
     stage.forget_damaged()
     if stage.complete:
         return stage
-    remove_leftovers(stage.folder)
+    remove_leftovers(stage.folder, locked=True)
     asked = [prompt for prompt in read_prompts(prompts.folder) if prompt.split == SPLIT]
     talks, _ = plan_conversations(load_target, asked, settings)  # what is left out is so at every temperature
     chunks = plan_chunks([prompt for prompt in asked if prompt.prompt_id in talks], settings, stored=())

@@ -86,7 +86,7 @@ def make_prompts(
     stage.forget_damaged()
     if stage.complete:
         return stage
-    remove_leftovers(stage.folder)
+    remove_leftovers(stage.folder, locked=True)
     found = gather(settings, base)
     if settings.num_synthesized and target is not None:
         add_synthesized(found, settings, seed, target)

@@ -158,8 +158,8 @@ def open_stages(
     if mend:
         features.forget_damaged()
     if mend and not (traffic.complete and features.complete):
-        remove_leftovers(traffic.folder)
-        remove_leftovers(features.folder)
+        remove_leftovers(traffic.folder, locked=True)
+        remove_leftovers(features.folder, locked=True)
     return traffic, features
 
 
