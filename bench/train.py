@@ -97,7 +97,7 @@ def ceiling(dtype: str) -> float:
     import torch
 
     from headstart.heads.precision import DTYPES
-    from headstart.launch.estimate import product_rate
+    from headstart.launch.planning.estimate import product_rate
 
     device = torch.device("cpu")
     return max(product_rate(width, DTYPES[dtype], device) for width in (HIDDEN, 2 * HIDDEN, 4 * HIDDEN))

@@ -279,7 +279,7 @@ def check_command(options: argparse.Namespace) -> None:
 
 def plan_command(options: argparse.Namespace) -> None:
     from headstart.launch.commands import check
-    from headstart.launch.plan import Asked
+    from headstart.launch.planning.plan import Asked
 
     rates = {name: getattr(options, name) for name in ("tflops", "memory", "link", "disk")}
     asked = Asked(options.processes, int(options.tokens), {name: x for name, x in rates.items() if x is not None})

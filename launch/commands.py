@@ -29,7 +29,7 @@ from headstart.trainer.settings import PACING
 if TYPE_CHECKING:
     from headstart.eval.prompt_sums import PromptSums
     from headstart.heads.start import Start
-    from headstart.launch.plan import Asked
+    from headstart.launch.planning.plan import Asked
 
 
 def check(recipe_text: str, overrides: list[str], dry_run: bool, asked: "Asked | None" = None) -> None:
@@ -52,7 +52,7 @@ def check(recipe_text: str, overrides: list[str], dry_run: bool, asked: "Asked |
     checked = check_loaded(loaded, path, overrides, need_weights=False, here=not dry_run)
     if dry_run:
         compare_claims(loaded, checked.starts)
-        from headstart.launch.plan import print_plan
+        from headstart.launch.planning.plan import print_plan
 
         print(dump(loaded, f"resolved from {path.name}"), flush=True)
         print_plan(loaded, path, checked, threads, asked)
@@ -145,7 +145,7 @@ def train_head(
         run.claim({"settings": training_settings(recipe), "start": start_identity(start)})
         run.write_recipe(dump_recipe(recipe, comment))
         print(f"run {run.folder}\nthreads: {threads}")
-        from headstart.launch.prediction import print_comparison
+        from headstart.launch.planning.prediction import print_comparison
         from headstart.launch.stages import run_train
 
         run_train(recipe, path, run, processes)

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from headstart.launch.estimate import Machine, Work, break_even, passing, training
+from headstart.launch.planning.estimate import Machine, Work, break_even, passing, training
 
 WORK = Work(
     tokens=10**6, reply_tokens=10**5, trained_tokens=10**6, pass_tokens=1000, slots=10, layer_ops=2 * 10**9,

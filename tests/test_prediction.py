@@ -8,14 +8,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from headstart.heads.paths import read_paths
+from headstart.heads.paths import Prompt, read_paths
 from headstart.heads.sampling import Sampling
-from headstart.heads.store import read_json
+from headstart.heads.store import Stage, read_json
 from headstart.launch import cli
-from headstart.launch.plan import time_rows_of
-from headstart.launch.prediction import PLAN, SCHEMA, read_kept
+from headstart.launch.planning.plan import time_rows_of
+from headstart.launch.planning.prediction import PLAN, SCHEMA, read_kept
+from headstart.launch.planning.remaining import Remaining, num_validations
 from headstart.launch.recipe import FIRST_LINE, LAST_LINE
-from headstart.launch.remaining import num_validations
 from headstart.launch.run import RunFolder
 from headstart.trainer.generation import Generator
 from headstart.trainer.metrics import read_metrics
@@ -28,7 +28,8 @@ from headstart.trainer.rehearsal import (
     unlimited,
     work_of_chunk,
 )
-from headstart.trainer.settings import TrainSettings
+from headstart.trainer.settings import TrafficSettings, TrainSettings
+from headstart.trainer.traffic import plan_chunks, shares
 from tests.schema_forms import PREDICTION
 from tests.schema_rules import violations
 from tests.test_bakeoff import write_recipe
@@ -84,6 +85,25 @@ def test_jobs_are_taken_in_order_by_whoever_is_free():
     assert makespan([2, 3, 4], 1) == 9
     assert makespan([2, 3, 4], 5) == 4
     assert makespan([], 3) == 0
+
+
+def test_a_sample_is_answered_beside_as_many_chunks_as_the_stage_answers():
+    """One chunk of training prompts has two threads of its own, or shares them with the chunk of the others."""
+    sizes = {"train": 3, "validation": 1, "heldout": 1}
+    prompts = [
+        Prompt("chat", ({"role": "user", "content": f"{split} {i}"},), split)
+        for split, number in sizes.items()
+        for i in range(number)
+    ]
+    absent = Stage(Path("nowhere"), {"outputs": {}})
+    for settings, dtype, number in (
+        (TrafficSettings(chunk=3), "float32", (3, 3)),
+        (TrafficSettings(chunk=3), "bfloat16", (1, 2)),
+        (TrafficSettings(chunk=1), "bfloat16", (3, 2)),
+    ):
+        chunks = plan_chunks(prompts, settings)
+        left = Remaining(absent, absent, absent, [], {}, chunks, shares(chunks, absent, dtype, settings))
+        assert (left.most_at_once(train=True), left.most_at_once(train=False)) == number
 
 
 def test_replies_that_a_sample_cut_end_as_often_as_the_others_did():

@@ -17,7 +17,7 @@ import numpy as np
 from headstart.heads.paths import read_paths
 from headstart.heads.store import remove_leftovers
 from headstart.heads.target import TargetLoader
-from headstart.launch.remaining import Remaining
+from headstart.launch.planning.remaining import Remaining
 from headstart.launch.run import RunFolder
 from headstart.launch.settings import Recipe
 from headstart.launch.stages import open_job, stored_features, target_loader
@@ -55,14 +55,21 @@ class HeadTimes:
 class Answers:
     """Seconds of the target's part; of replies and passes those of one worker. Nothing of what no stage needs."""
 
-    workers: int = 1  # that answer chunks side by side, at most
     load: Mapping[str, float] = field(default_factory=dict)  # the target, by precision
     replies: Mapping[bool, ReplyTimes] = field(default_factory=dict)  # by whether prompts are trained on
-    read_token: float = 0.0  # the target's states of a token
+    workers: Mapping[bool, int] = field(default_factory=dict)  # that answered side by side, likewise
+    read_token: float = 0.0  # the target's states of a token, by a worker beside those of training replies
 
     def times(self, split: str) -> ReplyTimes:
         """Those of training replies where others were not sampled."""
-        return self.replies.get(split == "train", self.replies[True])
+        return self.replies[self._sampled(split)]
+
+    def side_by_side(self, split: str, num_chunks: int) -> int:
+        """Workers that answer so many chunks."""
+        return min(self.workers[self._sampled(split)], num_chunks)
+
+    def _sampled(self, split: str) -> bool:
+        return split == "train" or False not in self.replies
 
 
 @dataclass(frozen=True)
@@ -101,6 +108,7 @@ def sample_answers(recipe: Recipe, left: Remaining, trial: RunFolder) -> Answers
     targets = TargetLoader(recipe.target, left.taps)
     load: dict[str, float] = {}
     replies: dict[bool, ReplyTimes] = {}
+    workers: dict[bool, int] = {}
     read: list[float] = []
     splits = left.sampled_splits(targets.dtype, recipe.traffic)
     for train in splits:
@@ -109,11 +117,11 @@ def sample_answers(recipe: Recipe, left: Remaining, trial: RunFolder) -> Answers
         target = targets(dtype)
         load.setdefault(dtype, time.perf_counter() - began)
         chunks = [chunk for chunk in left.chunks if (chunk.split == "train") == train]
-        workers = num_workers(target, len(chunks))
+        workers[train] = num_workers(target, left.most_at_once(train))
         asked = [np.array(ids) for ids in left.token_ids(chunks)[:READ_PROMPTS]]
         with silent():
-            read.append(seconds_to_read(target, asked, workers))
-            few = sampled_chunks(chunks, left, recipe, workers, read[-1] * len(splits) / REPLY_SECONDS)
+            read.append(seconds_to_read(target, asked, workers[train]))
+            few = sampled_chunks(chunks, left, recipe, workers[train], read[-1] * len(splits) / REPLY_SECONDS)
             replies[train], traffic, features = rehearse_replies(
                 targets, few, left.talks, recipe.traffic, MOST_TOKENS, trial.folder / str(train), recipe.run.seed
             )
@@ -121,7 +129,7 @@ def sample_answers(recipe: Recipe, left: Remaining, trial: RunFolder) -> Answers
         if train:
             trial.link("traffic", traffic.folder)
             trial.link("features", features.folder)
-    return Answers(num_workers(target, len(left.chunks)), load, replies, read[0])
+    return Answers(load, replies, workers, read[0])
 
 
 def sampled_chunks(chunks: list[Chunk], left: Remaining, recipe: Recipe, workers: int, share: float) -> list[Chunk]:

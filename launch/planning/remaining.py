@@ -35,6 +35,11 @@ class Remaining:
     def states_are_there(self) -> bool:
         return self.traffic.complete and self.features.complete
 
+    def most_at_once(self, train: bool) -> int:
+        """Chunks of the largest share that has training prompts, or others: its workers answer side by side."""
+        shares = [share for share in self.shares if any((chunk.split == "train") == train for chunk in share.chunks)]
+        return max((len(share.chunks) for share in shares), default=1)
+
     def token_ids(self, chunks: Sequence[Chunk]) -> list[list[int]]:
         """Every request of some chunks; of later turns, with the source's history."""
         return [

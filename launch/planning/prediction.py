@@ -20,9 +20,9 @@ from headstart.eval.tables import columns
 from headstart.heads.paths import read_part
 from headstart.heads.store import hash_json, read_json, write_json
 from headstart.launch.needs import Row
-from headstart.launch.remaining import Remaining, num_validations
+from headstart.launch.planning.remaining import Remaining, num_validations
+from headstart.launch.planning.sample import Answers, HeadTimes
 from headstart.launch.run import RunFolder
-from headstart.launch.sample import Answers, HeadTimes
 from headstart.launch.settings import Recipe
 from headstart.trainer.features import has
 from headstart.trainer.metrics import METRICS
@@ -49,7 +49,7 @@ def predict_states(recipe: Recipe, left: Remaining, answers: Answers, checks: Ma
         seconds = checks["traffic"] + sum(answers.load[dtype] for dtype in {share.dtype for share in left.shares})
         for share in left.shares:
             jobs = [chunk_seconds(chunk, recipe, left, answers) for chunk in share.chunks]
-            seconds += makespan(jobs, min(answers.workers, len(jobs)))
+            seconds += makespan(jobs, answers.side_by_side(share.chunks[0].split, len(jobs)))
         chunks = [chunk for share in left.shares for chunk in share.chunks]
         requests = left.token_ids(chunks)
         found["features" if left.traffic.complete else "traffic"] = {

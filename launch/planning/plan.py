@@ -11,9 +11,9 @@ from headstart.heads.store import Stage
 from headstart.heads.target import choose_device
 from headstart.launch.check import Checked
 from headstart.launch.commands import run_folder, shared_settings, training_settings
-from headstart.launch.estimate import CACHE_PAYS, epochs, measure_machine, time_rows, work_of
 from headstart.launch.needs import Needs, Row, measure_needs, memory_rows
-from headstart.launch.prediction import (
+from headstart.launch.planning.estimate import CACHE_PAYS, epochs, measure_machine, time_rows, work_of
+from headstart.launch.planning.prediction import (
     BEFORE_TRAINING,
     Predicted,
     comparison,
@@ -23,9 +23,9 @@ from headstart.launch.prediction import (
     remaining_rows,
     took,
 )
-from headstart.launch.remaining import Remaining, prompts_and_traffic, remaining, steps_done
+from headstart.launch.planning.remaining import Remaining, prompts_and_traffic, remaining, steps_done
+from headstart.launch.planning.sample import Sample, take_sample
 from headstart.launch.run import RunFolder
-from headstart.launch.sample import Sample, take_sample
 from headstart.launch.settings import Recipe
 from headstart.launch.storing import choose_mode
 from headstart.launch.variants import Loaded
@@ -125,7 +125,7 @@ def time_rows_of(
 def cache_row(sample: Sample) -> Row:
     """From which epoch on stored states are worth their disk; all heads read the same."""
     stored = max(times.stored_token for times in sample.heads.values())
-    computed = sample.answers.read_token / sample.answers.workers
+    computed = sample.answers.read_token / sample.answers.workers[True]
     told = f"{CACHE_PAYS}: {1000 * stored:.3f} ms a token against {1000 * computed:.3f} ms"
     return "cache pays", epochs(computed, computed, stored), told
 
