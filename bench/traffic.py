@@ -3,10 +3,11 @@
     python bench/traffic.py [--target smollm2-135m] [--dtype bfloat16 float32] [--prompts 256] [--slots 64]
                             [--threads 0] [--max-new-tokens 128]
 
-Greedy replies to built-in prompts, answered as the stage answers them: chunks of even size, one worker a thread. How much
-their lengths differ hangs on the limit: at 128 tokens two thirds of SmolLM2's run into it. `plain` is one request at a time through the same forward; `generate` is transformers' own loop, one request at a
-time, and as many together as all workers have slots, a batch going on until its last reply has ended. Replies of the two at
-that batch are compared token by token: in float32 all are equal. Every rate is measured in this one run, after a warm-up;
+Greedy replies to built-in prompts, answered as the stage answers them: chunks of even size, one worker a thread. `plain` is
+one request at a time through the same forward; `generate` is transformers' own loop, one request at a time, and as many
+together as all workers have slots, a batch going on until its last reply has ended: what that costs hangs on how much the
+lengths differ (at 128 tokens two thirds of SmolLM2's replies run into the limit, at 512 a third). Replies of the two at that
+batch are compared token by token: in float32 all are equal. Every rate is measured in this one run, after a warm-up;
 processor time stands beside it, because other work on the machine takes some of the time of either.
 """
 

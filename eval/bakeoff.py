@@ -200,11 +200,11 @@ def read_manifest(folder: Path) -> dict[str, Any] | None:
 def stage_seconds(folder: Path, rows: Sequence[dict[str, Any]]) -> dict[str, float | None]:
     """Times of the shared stages and of all heads, and what one target pass for all saves against one for each.
 
-    Features come from the pass that answers, unless that was over when they were begun.
+    Features come from the pass that answers, unless that was over when they were begun; both times are whole seconds.
     """
     shared = {name: seconds_of(folder / name) for name in ("prompts", "traffic", "features")}
     traffic, features = (read_manifest(folder / name) for name in ("traffic", "features"))
-    if traffic and features and features["made_by"]["started"] < (traffic["made_by"]["finished"] or "9"):
+    if traffic and features and features["made_by"]["started"] <= (traffic["made_by"]["finished"] or "9"):
         shared["features"] = 0.0
     once = added(list(shared.values()))
     heads = added([row[f"{name}_seconds"] for row in rows for name in ("train", "eval")])
