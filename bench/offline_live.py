@@ -172,7 +172,7 @@ class Bench:
         return dict(zip(drafts, cells, strict=True))
 
     def lines(self, temperature: float, draft: str, offline: Cell, live: Cell) -> list[list[str]]:
-        from headstart.eval.acceptance import accept_len_interval, customary_estimates
+        from headstart.eval.acceptance_rows import accept_len_interval, customary_estimates
         from headstart.eval.statistics import relative_width
         from headstart.eval.tables import number_text
         from headstart.heads.intervals import interval_text

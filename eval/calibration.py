@@ -15,7 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from headstart.eval.acceptance import ReplyAcceptance, count_replies, names_of, reached
+from headstart.eval.acceptance import ReplyAcceptance, count_replies, reached
+from headstart.eval.acceptance_rows import names_of
 from headstart.eval.statistics import conversation_sums, interval, ratio, ratio_interval, resampling_weights
 
 NUM_BINS = 10

@@ -11,7 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from headstart.eval.acceptance import PromptCounts, acceptance_row
+from headstart.eval.acceptance import PromptCounts
+from headstart.eval.acceptance_rows import acceptance_row
 from headstart.eval.engine_runs import EngineReply, EngineRun, accepted_per_position
 from headstart.eval.identity import Rescorer
 from headstart.eval.replies import Reply

@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from headstart.eval.acceptance import ReplyAcceptance, accept_len_interval, count_replies, drafts_acceptance
+from headstart.eval.acceptance import ReplyAcceptance, count_replies, drafts_acceptance
+from headstart.eval.acceptance_rows import accept_len_interval
 from headstart.eval.contexts import by_context
 from headstart.eval.drafters import SuffixDrafter, lookup_acceptance, ngram_acceptance
 from headstart.eval.live import measure_live

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from headstart.eval.acceptance import accept_len_interval
+from headstart.eval.acceptance_rows import accept_len_interval
 from headstart.eval.decode import Clock
 from headstart.eval.identity import Rescorer, identity_check
 from headstart.eval.replies import Reply, live_counts

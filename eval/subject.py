@@ -4,7 +4,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from headstart.eval.acceptance import PromptCounts, acceptance_row
+from headstart.eval.acceptance import PromptCounts
+from headstart.eval.acceptance_rows import acceptance_row
 from headstart.eval.settings import EvalSettings
 from headstart.heads.batch import Batch, pack
 from headstart.heads.contract import Head

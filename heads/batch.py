@@ -86,7 +86,7 @@ def pack(rows: list[tuple[Path, Tensor, Tensor]], num_slots: int | None = None) 
     """
     offsets = [0]
     for path, taps_SF, final_SH in rows:
-        if not len(taps_SF) == len(final_SH) == len(path.token_N) - 1:
+        if not len(taps_SF) == len(final_SH) == path.num_slots:
             raise ValueError(
                 f"prompt {path.prompt_id[:12]}: {len(path.token_N)} tokens but {len(taps_SF)} feature slots"
             )
@@ -108,7 +108,7 @@ def pack(rows: list[tuple[Path, Tensor, Tensor]], num_slots: int | None = None) 
         next_token_T=joined([torch.from_numpy(p.token_N[1:].astype("int64")) for p in paths], 0),
         next_generated_T=joined([torch.from_numpy(p.generated_N[1:].copy()) for p in paths], 0),
         next_logprob_T=joined([torch.from_numpy(p.logprob_N[1:].copy()) for p in paths], float("nan")),
-        position_T=joined([torch.arange(len(p.token_N) - 1) for p in paths], 0),
+        position_T=joined([torch.arange(p.num_slots) for p in paths], 0),
         offsets=offsets,
         prompt_ids=[p.prompt_id for p in paths],
         routes=[p.route for p in paths],

@@ -76,6 +76,11 @@ class Path:
     def num_reply_tokens(self) -> int:
         return int(self.generated_N.sum())
 
+    @property
+    def num_slots(self) -> int:
+        """N - 1: every token is fed but the last."""
+        return len(self.token_N) - 1
+
 
 def read_paths(folder: FilePath, split: str | None = None) -> Iterator[Path]:
     """Yield the paths of a finished traffic stage in stored order, optionally of one split only.

@@ -3,14 +3,8 @@
 import numpy as np
 import pytest
 
-from headstart.eval.acceptance import (
-    PromptCounts,
-    ReplyAcceptance,
-    accept_len_interval,
-    acceptance_row,
-    count_replies,
-    visits,
-)
+from headstart.eval.acceptance import PromptCounts, ReplyAcceptance, count_replies, visits
+from headstart.eval.acceptance_rows import accept_len_interval, acceptance_row
 from headstart.eval.statistics import ratio_interval, resampling_weights
 
 

@@ -5,7 +5,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from headstart.eval.acceptance import acceptance_row, count_replies
+from headstart.eval.acceptance import count_replies
+from headstart.eval.acceptance_rows import acceptance_row
 from headstart.eval.calibration import StepTimes, reliability, threshold_rows
 from headstart.eval.compare import compare
 from headstart.eval.heldout import Heldout

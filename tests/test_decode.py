@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from headstart.eval.acceptance import acceptance_probabilities, acceptance_row, count_replies, reply_acceptance
+from headstart.eval.acceptance import acceptance_probabilities, count_replies, reply_acceptance
+from headstart.eval.acceptance_rows import acceptance_row
 from headstart.eval.decode import decode
 from headstart.eval.drafters import HeadDrafter, NgramDrafter, ngram_acceptance
 from headstart.eval.replies import live_counts

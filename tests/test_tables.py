@@ -5,7 +5,8 @@ import dataclasses
 import pytest
 import torch
 
-from headstart.eval.acceptance import acceptance_row, count_replies, reply_acceptance
+from headstart.eval.acceptance import count_replies, reply_acceptance
+from headstart.eval.acceptance_rows import acceptance_row
 from headstart.eval.contexts import break_even, break_even_text, by_context, context_rows, step_cost
 from headstart.eval.decode import decode
 from headstart.eval.drafters import HeadDrafter

@@ -44,7 +44,7 @@ def count_pairs(path: Path, depth: int) -> np.ndarray:
 def pack_rows(rows: Sequence[Path], features: Features) -> Batch:
     """One packed batch, padded to one of a few lengths."""
     taken = [(path, *states) for path, states in zip(rows, features.of(rows), strict=True)]
-    return pack(taken, padded(sum(len(path.token_N) - 1 for path in rows)))
+    return pack(taken, padded(sum(path.num_slots for path in rows)))
 
 
 class TrainingRows:
@@ -66,7 +66,7 @@ class TrainingRows:
                 "from. The target ends its replies at once: compare its chat template and its stop tokens with its source."
             )
         self.features, self.batch_tokens, self.seed = features, batch_tokens, seed
-        self.slots = [len(path.token_N) - 1 for path in self.paths]
+        self.slots = [path.num_slots for path in self.paths]
         self._steps: list[list[int]] = []
         self._epoch = 0
         self._pending: list[int] = []
@@ -159,7 +159,7 @@ class EvaluationRows:
         group: list[Path] = []
         size = 0
         for path in self.paths:
-            slots = len(path.token_N) - 1
+            slots = path.num_slots
             if group and size + slots > self.batch_tokens:
                 yield pack_rows(group, self.features)
                 group, size = [], 0

@@ -128,7 +128,7 @@ def recorded_bytes(
     size = 0
     for name in sorted(traffic.outputs):
         if (paths := list(read_part(traffic.folder / name))) and paths[0].split in stored:
-            tokens = sum(len(path.token_N) - 1 for path in paths)
+            tokens = sum(path.num_slots for path in paths)
             dtype = stored_dtype(paths[0].split, settings)
             metadata = write_metadata([path.prompt_id for path in paths], load_target.taps, key)
             size += shard_bytes(

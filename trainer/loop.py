@@ -12,7 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from headstart.eval.acceptance import acceptance_row, count_replies, reply_acceptance
+from headstart.eval.acceptance import count_replies, reply_acceptance
+from headstart.eval.acceptance_rows import acceptance_row
 from headstart.heads.contract import Head
 from headstart.heads.errors import TrainingFailed, WrongInput
 from headstart.heads.paths import conversations

@@ -70,7 +70,7 @@ def trained_pairs(paths: Sequence[Path], depth: int) -> list[set[Pair]]:
     """The pairs that each path has in the batch they are packed into."""
     if not paths:
         return []
-    empty = [torch.zeros(len(path.token_N) - 1, 0) for path in paths]
+    empty = [torch.zeros(path.num_slots, 0) for path in paths]
     batch = pack([(path, states, states) for path, states in zip(paths, empty, strict=True)])
     start_S, valid_SD = supervised_pairs(batch, depth)
     row_S = np.searchsorted(batch.offsets[1:], start_S.numpy(), side="right")

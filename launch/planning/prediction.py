@@ -95,7 +95,7 @@ def validation_tokens(left: Remaining, answers: Answers) -> float:
 
 def recorded_tokens(left: Remaining, chunks: Sequence[Chunk]) -> int:
     """Tokens with states, of chunks that are recorded."""
-    return sum(len(path.token_N) - 1 for chunk in chunks for path in read_part(left.traffic.folder / chunk.part))
+    return sum(path.num_slots for chunk in chunks for path in read_part(left.traffic.folder / chunk.part))
 
 
 def keep(run: RunFolder, settings: Mapping[str, Any], predicted: Predicted) -> Predicted:

@@ -164,7 +164,7 @@ def time_head(recipe: Recipe, trial: RunFolder, mode: str, budget: float) -> Hea
     rows = EvaluationRows(paths, stored, recipe.train.batch_tokens)
     began = time.perf_counter()
     step = seconds_per_step(job, MOST_STEPS, budget)
-    num_tokens = sum(len(path.token_N) - 1 for path in paths)
+    num_tokens = sum(path.num_slots for path in paths)
     times = HeadTimes(step, seconds_of_validation(job, rows) / num_tokens, seconds_to_load_batches(rows))
     tell(f"optimiser steps of the {recipe.head.kind} head and a validation", began)
     return times
