@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from safetensors import safe_open
 
@@ -41,25 +41,29 @@ from headstart.heads.shipped import tensor_files
 from headstart.heads.store import read_json, write_json
 from headstart.heads.target import Target, load_target
 
+
+class Kind(NamedTuple):
+    """An engine: how it is run, and how it is put in place (what that returns is printed)."""
+
+    opened: Callable[[], AbstractContextManager[Engine]]
+    install: Callable[[], object]
+
+
+VLLM, LLAMACPP = Kind(open_vllm, install_vllm), Kind(open_llamacpp, install_llamacpp)
 # By the engine that a folder was written for; speculators is a layout, which vLLM loads.
-ENGINES: dict[str, Callable[[], AbstractContextManager[Engine]]] = {
-    "vllm": open_vllm,
-    "speculators": open_vllm,
-    "llamacpp": open_llamacpp,
-}
-INSTALLERS = {"vllm": install_vllm, "speculators": install_vllm, "llamacpp": install_llamacpp}
+ENGINES = {"vllm": VLLM, "speculators": VLLM, "llamacpp": LLAMACPP}
 
 
 @contextmanager
 def opened_engines() -> Iterator[Callable[[str], Engine]]:
     """Yield `get(name)` of `ENGINES`: each engine is opened when it is first asked for, and closed at the end."""
-    opened: dict[Callable[[], AbstractContextManager[Engine]], Engine] = {}
+    opened: dict[Kind, Engine] = {}
     with ExitStack() as stack:
 
         def get(name: str) -> Engine:
-            if (opens := ENGINES[name]) not in opened:
-                opened[opens] = stack.enter_context(opens())
-            return opened[opens]
+            if (kind := ENGINES[name]) not in opened:
+                opened[kind] = stack.enter_context(kind.opened())
+            return opened[kind]
 
         yield get
 
@@ -227,7 +231,7 @@ def main(arguments: list[str]) -> int:
         if unknown := set(engines) - set(ENGINES):
             raise WrongInput(f"--engines: found {sorted(unknown)}, expected some of {', '.join(ENGINES)}.")
         if options.install:
-            for install in dict.fromkeys(INSTALLERS[name] for name in engines or ENGINES):
+            for install in dict.fromkeys(ENGINES[name].install for name in engines or ENGINES):
                 print(install())
             return 0
         exports = {run: find_exports(run, engines) for run in options.runs or [newest_run(Path("runs"))]}
