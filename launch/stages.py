@@ -176,7 +176,7 @@ def run_traffic(
     traffic = stage_there(run.root, "traffic", traffic_inputs(targets, prompts, recipe.traffic, seed))
     with ranks.first_before_others():
         mode = claim_mode(recipe, run, targets, traffic, partial(rows_to_come, recipe, targets, prompts))
-    stored = stored_splits(mode)
+    stored, answered = stored_splits(mode), traffic.complete
     if recipe.target.sharded:
         targets.load_by(partial(load_sharded, vote=ranks.any))
     with locked(traffic.folder, wait_for="it is answering the same prompts") if ranks.first else nullcontext():
@@ -188,6 +188,10 @@ def run_traffic(
             run.claim({"traffic": traffic.key, "features": asked})
             run.link("traffic", traffic.folder)
             run.link("features", features.folder)
+            if answered:
+                print(f"traffic: reused, {traffic.folder.name}")
+            if mode == "stream":
+                print("features.mode: stream, so the target reads the training rows of every step")
         else:
             followed_stage(run, "features")
     return mode

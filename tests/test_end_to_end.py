@@ -103,6 +103,7 @@ def test_a_second_run_trains_nothing_again(smoke: tuple[Path, str], monkeypatch:
     again = run_smoke(run.parent.parent, *other)
     assert again.returncode == 0, again.stderr[-3000:]
     assert "eval: measured already" in again.stdout
+    assert f"traffic: reused, {(run / 'traffic').resolve().name}" in again.stdout
     assert {path: path.stat().st_mtime_ns for path in (run / "eval").iterdir()} == measured
     inputs = read_json(run / "eval" / "manifest.json")["inputs"]
     assert holds(run / "eval", inputs)
