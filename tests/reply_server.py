@@ -1,11 +1,13 @@
 """A small server with a real model behind a real socket: the tiny target answers in the form of vLLM or of llama.cpp.
 
-It can be killed, connections and all, and started again at the same port. `spoil` changes an answer on its way out.
+It can be killed, connections and all, and started again at the same port. `spoil` changes an answer on its way out,
+`pause` lets it trickle.
 """
 
 import json
 import socket
 import threading
+import time
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -30,6 +32,7 @@ class ReplyServer(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", port), Handler)
         self.target, self.engine, self.die_after = target, engine, die_after
         self.spoil: Callable[[dict[str, Any], dict[str, Any]], Any] = lambda request, answer: answer
+        self.pause = 0.0  # seconds before every byte of an answer; 0 sends it whole
         self.answered, self.open, self.dead = 0, set(), False  # type: ignore[var-annotated]
         self.when_dead: Callable[[], Any] = lambda: None
         self.thread = threading.Thread(target=self.serve_forever, args=(0.02,), daemon=True)
@@ -102,7 +105,12 @@ class Handler(BaseHTTPRequestHandler):
         self.send_response(status)
         self.send_header("Content-Length", str(len(data)))
         self.end_headers()
-        self.wfile.write(data)
+        if not self.server.pause:
+            self.wfile.write(data)
+            return
+        for byte in data:
+            time.sleep(self.server.pause)
+            self.wfile.write(bytes([byte]))
 
     def log_message(self, *arguments: Any) -> None:
         pass

@@ -244,6 +244,27 @@ def test_a_pause_in_the_asking_is_no_absence_of_the_servers(tiny_target):
     assert {reply.finish_reason for reply in first} <= {"stop", "length"}
 
 
+def test_an_answer_that_trickles_in_is_given_up_when_its_time_is_over(tiny_target):
+    """Every byte comes within the time-out, the whole does not: that was an attempt, and another one may do better."""
+
+    def ask(retries):
+        asked = Asked(
+            tiny_target.facts, tiny_target.tokenizer, served(server.url, timeout=1, retries=retries).server, 0
+        )
+        with Servers(asked, Sampling(), 4) as servers:
+            return servers.wait(servers.send([Request("a", [5, 6, 7])]))
+
+    with serving(tiny_target) as server:
+        (whole,) = ask(0)
+        server.pause = 0.2
+        (lost,) = ask(0)
+        assert (lost.finish_reason, lost.token_ids) == ("error", [])
+        assert lost.error == f"{server.url}: no whole answer in 1 s (traffic.server.timeout)"
+        server.spoil = lambda request, answer: setattr(server, "pause", 0.2 if server.pause == 0 else 0.0) or answer
+        server.pause = 0.0  # the first answer trickles, the second comes whole
+        assert ask(1) == [whole]
+
+
 def test_a_request_that_is_ended_is_not_sent_again(tiny_target):
     got, go = [], threading.Event()
     with serving(tiny_target) as server:

@@ -12,7 +12,7 @@ import queue
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Any
@@ -67,7 +67,11 @@ class Connection:
     """One connection to a server, opened when needed and used again."""
 
     def __init__(self, url: str, timeout: float) -> None:
-        """Raises WrongInput: no http(s) address, or a key that cannot be sent."""
+        """`timeout` bounds every call as a whole, in seconds, however its answer trickles in.
+
+        Raises:
+            WrongInput: no http(s) address, or a key that cannot be sent.
+        """
         if problem := address_problem(url):
             raise WrongInput(f"traffic.server.urls: {problem}")
         parts = urlsplit(url.rstrip("/").removesuffix("/v1"))
@@ -86,7 +90,10 @@ class Connection:
         reused = self._connection.sock is not None
         try:
             status, body = self._exchange(path, payload)
-        except (TimeoutError, http.client.HTTPException, OSError) as error:
+        except TimeoutError:
+            self.close()
+            raise Broken(f"no whole answer in {self.timeout:g} s (traffic.server.timeout)") from None
+        except (http.client.HTTPException, OSError) as error:
             self.close()
             # A server may close a connection that rests; what was sent then reached nobody.
             if reused and not self._over and isinstance(error, ConnectionError | http.client.RemoteDisconnected):
@@ -119,9 +126,11 @@ class Connection:
                 raise Away(f"{type(error).__name__}: {error}") from None
             assert self._connection.sock is not None
             self._connection.sock.settimeout(self.timeout)
-        self._connection.request("GET" if data is None else "POST", self._prefix + path, data, headers)
-        answer = self._connection.getresponse()
-        return answer.status, answer.read()
+        with within(self.timeout, self._connection.sock):
+            self._connection.request("GET" if data is None else "POST", self._prefix + path, data, headers)
+            answer = self._connection.getresponse()
+            body = answer.read()
+        return answer.status, body
 
     def end(self) -> None:
         """Close it for good, also while another thread waits for an answer, which gets none."""
@@ -131,9 +140,41 @@ class Connection:
     def close(self) -> None:
         """Close it; the next call opens it again."""
         if (sock := self._connection.sock) is not None:
-            with contextlib.suppress(OSError):
-                sock.shutdown(socket.SHUT_RDWR)
+            cut(sock)
         self._connection.close()
+
+
+def cut(sock: socket.socket) -> None:
+    """End what another thread waits for at a socket."""
+    with contextlib.suppress(OSError):
+        sock.shutdown(socket.SHUT_RDWR)
+
+
+@contextlib.contextmanager
+def within(seconds: float, sock: socket.socket) -> Iterator[None]:
+    """Bound what is done at a socket as a whole; its own time-out begins anew with every byte.
+
+    Raises:
+        TimeoutError: it was cut off.
+    """
+    late = threading.Event()
+
+    def cut_off() -> None:
+        late.set()
+        cut(sock)
+
+    timer = threading.Timer(seconds, cut_off)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    except (http.client.HTTPException, OSError, ValueError):  # ValueError: TLS that is read when it is cut
+        if not late.is_set():
+            raise
+    finally:
+        timer.cancel()
+    if late.is_set():  # also where an answer of no told length seems whole
+        raise TimeoutError
 
 
 @dataclass(order=True)
