@@ -14,6 +14,7 @@ from headstart import __version__
 from headstart.heads.errors import GateFailed, TrainingFailed, WrongInput
 from headstart.launch.arguments import amount, lengths, positive, temperatures
 from headstart.launch.processes import FROM_ACCELERATE, find_processes, resume_command
+from headstart.trainer.interruption import polite_kill
 
 DONE, FAULT, WRONG_INPUT, GATE_FAILED, INTERRUPTED = 0, 1, 2, 3, 130
 
@@ -38,7 +39,8 @@ def run(arguments: list[str]) -> int:
     options = parse(arguments)
     command: Callable[[argparse.Namespace], int | None] = options.command
     try:
-        return command(options) or DONE
+        with polite_kill():
+            return command(options) or DONE
     except WrongInput as error:
         return failed(WRONG_INPUT, f"error: {error}")
     except GateFailed as error:

@@ -282,8 +282,8 @@ def test_a_request_that_is_ended_is_not_sent_again(tiny_target):
     assert got == [1]
 
 
-def wait_for(condition):
-    deadline = time.monotonic() + 30
+def wait_for(condition, seconds=30):
+    deadline = time.monotonic() + seconds
     while not condition() and time.monotonic() < deadline:
         time.sleep(0.01)
 

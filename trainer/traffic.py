@@ -41,9 +41,10 @@ from headstart.trainer.progress import Progress
 from headstart.trainer.prompts import read_prompts
 from headstart.trainer.ranks import Ranks
 from headstart.trainer.recorded import plan_traffic, read_recorded
+from headstart.trainer.rounds import in_rounds
 from headstart.trainer.served import AHEAD, Failed, Served, backend_name
 from headstart.trainer.settings import TrafficSettings
-from headstart.trainer.workers import in_order, num_workers
+from headstart.trainer.workers import num_workers
 
 STAGE_VERSION = 1
 READ_PATHS = 64  # recorded paths that are read together
@@ -190,7 +191,7 @@ def answer_chunks(
     progress: Progress,
     ranks: Ranks | None = None,
 ) -> Generator[Answers | None, None, None]:
-    """This process's chunks in order, answered; None in a round in which it has none. Close it to stop early."""
+    """This process's chunks in order, answered, in rounds that end as `in_rounds` says. Close it to stop early."""
     ranks = ranks or Ranks()
     longest = longest_request(talks)
     if any(len(talk.turns) > 1 for talk in talks.values()):
@@ -216,10 +217,8 @@ def answer_chunks(
             def make_worker(target: Target = target, servers: Served | None = servers) -> Callable[[Chunk], Answers]:
                 return Answerer(target, traffic, talks, settings, longest, seed, progress, servers)
 
-            answers = stack.enter_context(closing(in_order(share.chunks, make_worker, workers, stop)))
-            for _ in range(share.num_rounds):
-                with target.together():
-                    answer = next(answers, None)
+            rounds = in_rounds(share.chunks, make_worker, workers, stop, share.num_rounds, target, ranks)
+            for answer in stack.enter_context(closing(rounds)):
                 if answer is not None:
                     ended += answer.ended
                 yield answer

@@ -13,6 +13,7 @@ from typing import TypeVar
 import torch
 
 from headstart.heads.target import Target
+from headstart.trainer.progress import Stopped
 
 J = TypeVar("J")
 R = TypeVar("R")
@@ -33,6 +34,9 @@ def in_order(
 
     Args:
         stop: called when the caller gives up (an error, Ctrl-C), so that running jobs can end early.
+
+    Raises:
+        Stopped: a worker was told to end; what others have finished of the jobs behind its own is yielded before.
     """
     if workers == 1:
         yield from map(make_worker(), jobs)
@@ -57,6 +61,10 @@ def in_order(
             running.append(pool.submit(run, job))
         while running:
             yield running.popleft().result()
+    except Stopped:
+        pool.shutdown(wait=True, cancel_futures=True)
+        yield from (future.result() for future in running if not future.cancelled() and future.exception() is None)
+        raise
     except BaseException:
         stop()
         raise
