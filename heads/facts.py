@@ -54,3 +54,10 @@ def default_taps(num_layers: int) -> list[int]:
             taps.append(candidate)
         candidate += 1
     return sorted(taps)
+
+
+def told_taps(taps: list[int], num_layers: int) -> str:
+    """Tap ids with what each one is, for the console: engines and papers count layers in several ways."""
+    ends = {0: "the embedding", num_layers: f"after all {num_layers} layers, before the final norm"}
+    parts = [f"{tap} {ends.get(tap) or f'after {tap} layer' + 's' * (tap > 1)}" for tap in taps]
+    return f"the residual stream of {num_layers} layers: {', '.join(parts)}"

@@ -19,10 +19,10 @@ from headstart.eval.measure import evaluate
 from headstart.eval.report import write_report
 from headstart.eval.speed import hardware
 from headstart.eval.summary import summary
-from headstart.heads.checkpoint import build_head, checkpoint_identity
+from headstart.heads.checkpoint import KINDS, build_head, checkpoint_identity
 from headstart.heads.contract import Head
 from headstart.heads.errors import GateFailed, WrongInput
-from headstart.heads.facts import TargetFacts
+from headstart.heads.facts import TargetFacts, told_taps
 from headstart.heads.features import FeatureReader
 from headstart.heads.memory import keep_freed_memory
 from headstart.heads.paths import Path as ReplyPath
@@ -70,6 +70,7 @@ from headstart.trainer.supervision import check_supervision, training_paths
 from headstart.trainer.traffic import make_traffic, traffic_inputs
 
 EVAL_VERSION = 1
+READ = {"taps": "the taps", "final": "the state after the final norm, as lm_head does", "text": "the text alone"}
 OF_STATES = ("offline",)  # parts of an evaluation that need no pass of the target
 
 
@@ -171,6 +172,7 @@ def run_traffic(
         Whether the states of training replies are: `cache`, else `stream`.
     """
     ranks, seed = ranks or Ranks(), recipe.run.seed
+    print(f"taps {targets.taps}: {told_taps(targets.taps, targets.facts.num_layers)}")
     with ranks.first_before_others():
         prompts = first_prompts(recipe, recipe_path, run, targets) if ranks.first else followed_stage(run, "prompts")
     traffic = stage_there(run.root, "traffic", traffic_inputs(targets, prompts, recipe.traffic, seed))
@@ -277,10 +279,7 @@ def new_head(recipe: Recipe, target: Target, paths: Sequence[ReplyPath], start: 
         f"draft vocabulary: {len(draft_ids_V):,} of {target.facts.num_tokens:,} tokens{chosen} hold "
         f"{coverage(counts_V, draft_ids_V):.2%} of {counts_V.sum():,} generated training tokens"
     )
-    print(
-        f"taps {target.taps} of {target.facts.num_layers} layers: the residual stream after so many, 0 the embedding, "
-        f"{target.facts.num_layers} before the final norm"
-    )
+    print(f"{recipe.head.kind} reads {READ[KINDS[recipe.head.kind].reads]}")
     torch.manual_seed(recipe.run.seed)
     return first_head(recipe.head, target, draft_ids_V, start)
 

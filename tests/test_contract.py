@@ -13,7 +13,7 @@ from headstart.heads.checkpoint import WEIGHTS, load_head, save_head
 from headstart.heads.contract import Level
 from headstart.heads.eagle3 import Eagle3
 from headstart.heads.errors import WrongInput
-from headstart.heads.facts import TargetFacts, default_taps
+from headstart.heads.facts import TargetFacts, default_taps, told_taps
 from headstart.heads.paths import Path
 from headstart.heads.settings import Eagle3Settings
 from headstart.heads.target import Target
@@ -370,6 +370,16 @@ def test_default_taps_are_distinct_and_valid_on_shallow_targets():
         taps = default_taps(layers)
         assert len(set(taps)) == 3
         assert all(0 <= tap <= layers for tap in taps)
+
+
+def test_every_tap_is_told_by_what_it_is():
+    told = (
+        "the residual stream of 3 layers: 0 the embedding, 1 after 1 layer, 3 after all 3 layers, before the final norm"
+    )
+    assert told_taps([0, 1, 3], 3) == told
+    assert told_taps(default_taps(30), 30).endswith(
+        "30 layers: 2 after 2 layers, 15 after 15 layers, 27 after 27 layers"
+    )
 
 
 def test_taps_out_of_range_are_refused():

@@ -55,8 +55,16 @@ def test_every_file_of_the_run_has_its_form(smoke: tuple[Path, str]) -> None:
 
 def test_the_run_says_what_it_measured(smoke: tuple[Path, str]) -> None:
     run, printed = smoke
-    taps = "taps [0, 1, 2] of 4 layers: the residual stream after so many"
-    for expected in ("threads: 1 (run.threads)", taps, "accept_len", "lossless: lossless", "speedup", "export/vllm"):
+    taps = "taps [0, 1, 2]: the residual stream of 4 layers: 0 the embedding, 1 after 1 layer, 2 after 2 layers\n"
+    assert taps in printed.partition("\nroute ")[0]  # before anything is computed
+    for expected in (
+        "threads: 1 (run.threads)",
+        "eagle3 reads the taps",
+        "accept_len",
+        "lossless: lossless",
+        "speedup",
+        "export/vllm",
+    ):
         assert expected in printed
     log = (run / "console.log").read_text()
     assert [line for line in printed.splitlines() if line.startswith("eagle3")] == [
@@ -128,7 +136,9 @@ def test_a_finished_run_is_planned_as_reused_and_listed(
 ) -> None:
     monkeypatch.chdir(smoke[0].parent.parent)
     assert cli.run(["check", "recipes/smoke.yaml", "--dry-run"]) == 0
-    plan = capsys.readouterr().out.partition("\nstages\n")[2]
+    derived, _, plan = capsys.readouterr().out.partition("\nstages\n")
+    assert "[0, 1, 2]  2, N // 2, N - 3, as engines read, made to differ in 4 layers" in derived
+    assert "the residual stream of 4 layers: 0 the embedding, 1 after 1 layer, 2 after 2 layers" in derived
     assert [line.split()[-1] for line in plan.splitlines()[:3]] == ["reused"] * 3
     assert "done (40 steps)" in plan
     features = read_json(smoke[0] / "features" / "manifest.json")["outputs"].values()

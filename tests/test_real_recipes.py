@@ -72,6 +72,7 @@ def test_a_real_recipe_is_planned_without_weights(arguments, name, capsys):
     loader = TargetLoader(recipe.shared.target, need_weights=False)
     needs = measure_needs(recipe, loader)
     assert str(taps) in lines["taps"]
+    assert ", ".join(f"{tap} after {tap} layers" for tap in taps) in out
     assert "32,000" in lines["draft vocabulary"]
     assert token_bytes(loader, torch.bfloat16) == bytes_a_token
     assert f"about {bytes_a_token // 1000}" in lines["features"] or recipe.shared.traffic.eval_dtype == "float32"

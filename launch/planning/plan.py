@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from headstart.eval.tables import columns
+from headstart.heads.facts import told_taps
 from headstart.heads.precision import choose_precision
 from headstart.heads.start import Start
 from headstart.heads.store import Stage
@@ -158,6 +159,9 @@ def derived(loaded: Loaded, checked: Checked) -> list[Row]:
     device = choose_device(recipe.target.device)
     asked = any(own.head.asked_taps for own in loaded.recipes.values())
     recipe_says = "as the recipe says"
+    engines = "2, N // 2, N - 3, as engines read"
+    if target.taps != sorted({2, facts.num_layers // 2, facts.num_layers - 3}):
+        engines += f", made to differ in {facts.num_layers} layers"
     device_reason = "no accelerator here" if device.type == "cpu" else "the first accelerator"
     target_precision = choose_precision(recipe.target.dtype, device)
     servers = recipe.traffic.server.urls
@@ -167,7 +171,8 @@ def derived(loaded: Loaded, checked: Checked) -> list[Row]:
         ("target", recipe.target.model, f"{facts.num_layers} layers, width {facts.hidden_size}, {target.folder}"),
         ("device", str(device), device_reason if recipe.target.device == "auto" else recipe_says),
         ("target.dtype", target_precision.name, target_precision.reason),
-        ("taps", str(target.taps), recipe_says if asked else "2, N // 2, N - 3: what engines read"),
+        ("taps", str(target.taps), recipe_says if asked else engines),
+        ("", "", told_taps(target.taps, facts.num_layers)),
     ]
 
 
