@@ -15,6 +15,7 @@ from headstart.heads.paths import UNKNOWN, Prompt, count_cut, read_part, read_pa
 from headstart.heads.target import TargetLoader
 from headstart.trainer.generation import Generator, Request
 from headstart.trainer.heldout_traffic import at_temperature, make_heldout_traffic
+from headstart.trainer.prompts import PromptSet
 from headstart.trainer.recorded import plan_traffic
 from headstart.trainer.supervision import training_paths
 from headstart.trainer.traffic import make_traffic, sampling_of
@@ -110,7 +111,12 @@ def test_a_few_requests_that_cannot_be_asked_are_named_and_left_out(tmp_path, ca
     assert "cannot render it: TemplateError: none of that: prompt " in str(refused.value)
     settings = replace(SETTINGS, max_left_out=0.3)
     traffic, _ = make_traffic(loader, stage, settings, tmp_path)
-    assert "left out 3: longer than 200 tokens (traffic.max_prompt_tokens)" in capsys.readouterr().out
+    told = capsys.readouterr().out
+    assert "left out 3: longer than 200 tokens (traffic.max_prompt_tokens)" in told
+    kept = ["route       train  validation     heldout", *(f"{name:5}{4:12}{3:12}{3:12}" for name in ("chat", "all"))]
+    assert "\n".join(["10 of 13 prompts are left:", *kept]) + "\n" in told
+    talks = plan_traffic(loader, [*good, *bad], settings).conversations
+    assert PromptSet([*good, *bad]).describe(talks).splitlines() == kept
     told = [json.loads(line) for line in (traffic.folder / "left_out.jsonl").read_text().splitlines()]
     assert {row["prompt_id"] for row in told} == {prompt.prompt_id for prompt in bad}
     kept = {*(prompt.prompt_id for prompt in good), talk("Rice?").prompt_id}

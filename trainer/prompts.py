@@ -5,7 +5,7 @@ Which split a prompt belongs to depends on what it says and on what else is in t
 
 import json
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import islice
 from pathlib import Path
@@ -16,7 +16,16 @@ from headstart.heads.paths import SPLITS, Prompt
 from headstart.heads.store import Stage, atomic_path, hash_file, hash_json, open_stage, remove_leftovers, stage_inputs
 from headstart.trainer.settings import PromptSettings
 from headstart.trainer.similarity import NearIndex, prompt_text
-from headstart.trainer.sources import Rows, Skip, read_source, role_names, source_hash, source_path, template_kwargs
+from headstart.trainer.sources import (
+    ALL_ROUTES,
+    Rows,
+    Skip,
+    read_source,
+    role_names,
+    source_hash,
+    source_path,
+    template_kwargs,
+)
 from headstart.trainer.templates import builtin_files, builtin_prompts, in_turn, prompts_folder
 from headstart.trainer.verdicts import Record, verdicts
 
@@ -45,26 +54,36 @@ class PromptSet:
     def of(self, split: str) -> list[Prompt]:
         return [prompt for prompt in self.prompts if prompt.split == split]
 
-    def describe(self) -> str:
-        """Counts by route and split, then what was skipped and why."""
-        counts = Counter((prompt.route, prompt.split) for prompt in self.prompts)
-        routes = sorted({prompt.route for prompt in self.prompts})
-        width = max(len(route) for route in [*routes, "all"])
-        lines = [f"{'route':{width}}" + "".join(f"{split:>12}" for split in SPLITS)]
-        for route in routes:
-            lines.append(f"{route:{width}}" + "".join(f"{counts[route, split]:12,}" for split in SPLITS))
-        lines.append(f"{'all':{width}}" + "".join(f"{len(self.of(split)):12,}" for split in SPLITS))
+    def describe(self, kept: Container[str] | None = None) -> str:
+        """Counts by route and split, then what was skipped and why.
+
+        Args:
+            kept: ids of the prompts that are counted, where it is known which of them can be asked.
+        """
+        prompts = [prompt for prompt in self.prompts if kept is None or prompt.prompt_id in kept]
+        lines = route_table(prompts)
         for reason, number in Counter(skip.reason for skip in self.skips).most_common():
             lines.append(f"skipped {number:,}: {reason}")
         if self.skips:
             lines.append(f"what became of each row: the run's prompts/{VERDICTS_FILE}")
-        if unheld := [route for route in routes if counts[route, "train"] and not counts[route, "heldout"]]:
+        train, heldout = ({p.route for p in prompts if p.split == split} for split in ("train", "heldout"))
+        if unheld := sorted(train - heldout):
             lines.append(
                 f"note: no held-out prompt is of {', '.join(unheld)}, so no figure will speak of them; "
                 "give your own: prompts.heldout=FILE"
             )
         lines += [f"note {number:,}: {note}" for note, number in self.notes.most_common()]
         return "\n".join(lines)
+
+
+def route_table(prompts: Iterable[Prompt]) -> list[str]:
+    """Counts by route and split."""
+    counts = Counter((prompt.route, prompt.split) for prompt in prompts)
+    counts.update({(ALL_ROUTES, split): sum(n for (_, own), n in counts.items() if own == split) for split in SPLITS})
+    routes = sorted({route for route, _ in counts} - {ALL_ROUTES}) + [ALL_ROUTES]
+    width = max(map(len, routes))
+    cells = [f"{route:{width}}" + "".join(f"{counts[route, split]:12,}" for split in SPLITS) for route in routes]
+    return [f"{'route':{width}}" + "".join(f"{split:>12}" for split in SPLITS), *cells]
 
 
 def make_prompts(

@@ -22,6 +22,7 @@ from headstart.trainer.conversations import Answered, Conversation, plan_convers
 from headstart.trainer.generation import Reply, Request
 from headstart.trainer.left_out import LeftOut
 from headstart.trainer.masks import BadReply, MarkedReply, mark_reply
+from headstart.trainer.prompts import route_table
 from headstart.trainer.settings import TrafficSettings
 
 READ_PATHS = 64  # paths that are read together
@@ -160,16 +161,22 @@ class Planned:
     left_out: LeftOut
     recorded: Recorded | None = None
     """What became of the sources' replies, where these are kept."""
+    num_lost: int = 0
+    """Prompts that no row comes of."""
 
     def rows(self) -> list[tuple[str, int]]:
         """Split, and the most prompt tokens, of every row of traffic."""
         talks = self.conversations.values()
         return [(talk.prompt.split, tokens) for talk in talks for tokens in talk.kept_tokens]
 
-    def describe(self) -> list[str]:
-        """Lines for the console; none where every request is asked."""
+    def describe(self, table: bool = True) -> list[str]:
+        """Lines for the console; none where every request is asked. Where prompts are lost, `table` counts the others."""
         lines = self.left_out.lines()
-        return lines if self.recorded is None else [*lines, *self.recorded.describe().splitlines()]
+        lines += [] if self.recorded is None else self.recorded.describe().splitlines()
+        if not (table and self.num_lost):
+            return lines
+        kept = [talk.prompt for talk in self.conversations.values()]
+        return [*lines, f"{len(kept):,} of {len(kept) + self.num_lost:,} prompts are left:", *route_table(kept)]
 
     def write(self, folder: Path) -> None:
         """Name what is left out in a file."""
@@ -183,12 +190,12 @@ def plan_traffic(load_target: TargetLoader, prompts: Sequence[Prompt], settings:
     Raises:
         WrongInput: as `plan_conversations` and `keep_replies`.
     """
-    if settings.replies != "recorded":
-        return Planned(*plan_conversations(load_target, prompts, settings))
-    asked, left_out = plan_conversations(load_target, [p for p in prompts if p.split != "train"], settings)
-    train = [prompt for prompt in prompts if prompt.split == "train"]
-    if not train:
-        return Planned(asked, left_out)
-    taken = {request.prompt_id for talk in asked.values() for request in talk.requests}
-    found = keep_replies(load_target, train, settings, taken)
-    return Planned(asked | {talk.prompt.prompt_id: talk for talk in found.conversations}, left_out, found)
+    recorded, train = None, [prompt for prompt in prompts if prompt.split == "train"]
+    if settings.replies == "recorded" and train:
+        talks, left_out = plan_conversations(load_target, [p for p in prompts if p.split != "train"], settings)
+        taken = {request.prompt_id for talk in talks.values() for request in talk.requests}
+        recorded = keep_replies(load_target, train, settings, taken)
+        talks |= {talk.prompt.prompt_id: talk for talk in recorded.conversations}
+    else:
+        talks, left_out = plan_conversations(load_target, prompts, settings)
+    return Planned(talks, left_out, recorded, len(prompts) - len(talks))

@@ -67,7 +67,8 @@ def print_plan(loaded: Loaded, path: Path, checked: Checked, threads: str, asked
     for name, own in loaded.recipes.items():
         rows += of_variant(name, derived_of_head(own, checked, checked.starts.get(name)))
     table("derived", rows)
-    told = [*checked.prompts.describe().splitlines(), *checked.planned.describe()]
+    kept = checked.planned.conversations
+    told = [*checked.prompts.describe(kept).splitlines(), *checked.planned.describe(table=False)]
     table("prompts", [(line, "", "") for line in told])
     rows = stages(left, checked.target.has_weights)
     for name, own in loaded.recipes.items():
