@@ -81,7 +81,7 @@ def route_table(prompts: Iterable[Prompt]) -> list[str]:
     counts = Counter((prompt.route, prompt.split) for prompt in prompts)
     counts.update({(ALL_ROUTES, split): sum(n for (_, own), n in counts.items() if own == split) for split in SPLITS})
     routes = sorted({route for route, _ in counts} - {ALL_ROUTES}) + [ALL_ROUTES]
-    width = max(map(len, routes))
+    width = max(map(len, ("route", *routes)))
     cells = [f"{route:{width}}" + "".join(f"{counts[route, split]:12,}" for split in SPLITS) for route in routes]
     return [f"{'route':{width}}" + "".join(f"{split:>12}" for split in SPLITS), *cells]
 
