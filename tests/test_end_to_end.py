@@ -55,7 +55,7 @@ def test_every_file_of_the_run_has_its_form(smoke: tuple[Path, str]) -> None:
 
 def test_the_run_says_what_it_measured(smoke: tuple[Path, str]) -> None:
     run, printed = smoke
-    taps = "taps [0, 1, 2]: the residual stream of 4 layers: 0 the embedding, 1 after 1 layer, 2 after 2 layers\n"
+    taps = "taps [0, 1, 2]: the residual stream of 4 layers: 0 the embedding, 1 after 1 layer, 2 after 2 layers"
     assert taps in printed.partition("\nroute ")[0]  # before anything is computed
     for expected in (
         "threads: 1 (run.threads)",
