@@ -19,6 +19,7 @@ from headstart.launch.recipe import FIRST_LINE, LAST_LINE
 from headstart.launch.run import RunFolder
 from headstart.trainer.generation import Generator
 from headstart.trainer.metrics import read_metrics
+from headstart.trainer.progress import Progress
 from headstart.trainer.rehearsal import (
     Pass,
     ReplyTimes,
@@ -113,6 +114,18 @@ def test_replies_that_a_sample_cut_end_as_often_as_the_others_did():
     whole = np.minimum(random.geometric(0.05, 20_000), 60)
     told = unlimited(np.minimum(whole, 20).tolist(), (whole > 20).tolist(), 40)
     assert np.mean(told) == pytest.approx(whole.mean(), rel=0.02)
+
+
+def test_time_left_is_told_by_the_tokens_of_replies_in_progress():
+    """Three slots, replies that run to the limit of 5 tokens: whatever was done, all of it is 12 replies of 5."""
+    progress = Progress("traffic", 12, most_tokens=5)
+    for number in range(1, 20):
+        progress.add(3, 3 * (number % 5 == 0))
+        if progress.finished:
+            assert progress.tokens * (1 + progress.left()) == pytest.approx(60)
+    early = Progress("traffic", 12, most_tokens=5)
+    early.add(10, 1)  # nine are in progress, and one ended at its first token
+    assert early.left() == pytest.approx(5)
 
 
 @pytest.mark.parametrize(

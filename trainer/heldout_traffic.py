@@ -49,7 +49,9 @@ def make_heldout_traffic(
     talks, _ = plan_conversations(load_target, asked, settings)  # what is left out is so at every temperature
     chunks = plan_chunks([prompt for prompt in asked if prompt.prompt_id in talks], settings, stored=())
     todo = [chunk for chunk in chunks if not has(stage, chunk.part)]
-    progress = Progress(f"traffic at temperature {settings.temperature:g}", num_requests(todo, talks))
+    progress = Progress(
+        f"traffic at temperature {settings.temperature:g}", num_requests(todo, talks), settings.max_new_tokens
+    )
     own = shares(todo, stage, load_target.dtype, settings)
     with closing(answer_chunks(load_target, stage, own, talks, settings, seed, progress)) as answers:
         for found in answers:

@@ -13,9 +13,15 @@ class Stopped(Exception):
 class Progress:
     """Counts reply tokens and finished requests of a stage and prints a line now and then."""
 
-    def __init__(self, label: str, total: int) -> None:
+    def __init__(self, label: str, total: int, most_tokens: float = float("inf")) -> None:
+        """
+        Args:
+            total: requests.
+            most_tokens: of a reply.
+        """
         self.label = label
         self.total = total
+        self.most_tokens = most_tokens
         self.tokens = 0
         self.finished = 0
         self._stopped = False
@@ -48,11 +54,21 @@ class Progress:
         if self.total:
             self._print(time.monotonic())
 
+    def left(self) -> float:
+        """What is left, as a multiple of what is done, once a request is finished.
+
+        Of many replies in progress the first to end are few and short, so work is told by tokens where there are some.
+        """
+        if not self.tokens:
+            return (self.total - self.finished) / self.finished
+        length = min(self.tokens / self.finished, self.most_tokens)
+        return max(self.total * length / self.tokens - 1, 0)
+
     def _print(self, now: float) -> None:
         elapsed = max(now - self._began, 1e-9)
         left = ""
         if 0 < self.finished < self.total:
-            left = f", about {duration(elapsed * (self.total - self.finished) / self.finished)} left"
+            left = f", about {duration(elapsed * self.left())} left"
         speed = f", {self.tokens:,} tokens at {self.tokens / elapsed:,.0f} tokens/s" if self.tokens else ""
         print(
             f"{self.label}: {self.finished:,} of {self.total:,} replies{speed}, {duration(elapsed)}{left}", flush=True

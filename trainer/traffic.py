@@ -10,6 +10,7 @@ already, are read back teacher-forced.
 """
 
 import json
+import math
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
@@ -129,7 +130,8 @@ def make_traffic(
     missing = [chunk for chunk in todo if needs_features(features, chunk)]
     check_disk(features, rows_of(missing, talks), settings, load_target)
     own = shares(todo, traffic, load_target.dtype, settings, ranks)
-    progress = Progress("traffic", num_requests([chunk for share in own for chunk in share.chunks], talks))
+    longest = settings.max_new_tokens if settings.replies != "recorded" else math.inf
+    progress = Progress("traffic", num_requests([chunk for share in own for chunk in share.chunks], talks), longest)
     with closing(answer_chunks(load_target, traffic, own, talks, settings, seed, progress, ranks)) as answers:
         for found in answers:
             commit(found, traffic, features, load_target.taps, settings, ranks)
