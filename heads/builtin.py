@@ -31,6 +31,7 @@ def resolve_model(name: str, key: str = "target.model", weights: bool = True) ->
     if name in BUILTIN_TARGETS:
         return BUILTIN_TARGETS[name]()
     folder = Path(name).expanduser()
+    refuse_gguf(folder, key)
     if (folder / "config.json").is_file():
         return folder.resolve()
     if folder.exists():
@@ -51,6 +52,24 @@ def resolve_model(name: str, key: str = "target.model", weights: bool = True) ->
         + f"\nBuilt in: {', '.join(sorted(BUILTIN_TARGETS))}.{meant}\n"
         "Otherwise give the folder of a transformers causal LM, or a hub id where the network reaches the hub."
     )
+
+
+def refuse_gguf(path: Path, key: str) -> None:
+    """Refuse a model in llama.cpp's form: a .gguf file, or a folder whose only weights are such.
+
+    Its conversion renames and permutes tensors by rules of each family, may quantise them, and describes the tokenizer by a
+    name: what would be read back need not be what the model computes.
+
+    Raises:
+        WrongInput: naming the file and what to give instead.
+    """
+    files = sorted(path.glob("*.gguf")) if path.is_dir() else [path] if path.suffix.lower() == ".gguf" else []
+    if files and not any(path.glob(WEIGHT_FILES)):
+        raise WrongInput(
+            f"{key}: found {files[0]}, weights in GGUF, expected a folder with config.json, *.safetensors and the "
+            "tokenizer.\nGive the model that the file was converted from, by its folder or hub id; for llama.cpp, "
+            "headstart export RUN --engine llamacpp writes its head, and the commands that convert both."
+        )
 
 
 def _download(name: str, patterns: list[str]) -> Path:

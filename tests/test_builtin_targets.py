@@ -26,7 +26,7 @@ from headstart.heads.paths import Prompt
 from headstart.heads.sampling import Sampling
 from headstart.heads.settings import TargetSettings
 from headstart.heads.smollm2 import find_gguf, write_tokenizer
-from headstart.heads.target import Target, load_target
+from headstart.heads.target import Target, TargetLoader, load_target
 from headstart.heads.target_facts import check_supported
 from headstart.trainer.generation import Generator, Request
 
@@ -175,3 +175,21 @@ def test_weights_come_from_safetensors_only(tmp_path, tiny_folder):
     (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin")
     with pytest.raises(WrongInput, match="safetensors"):
         load_target(TargetSettings(model=str(tmp_path), dtype="float32", device="cpu"))
+
+
+@pytest.mark.parametrize("beside", [[], ["config.json", "tokenizer.json"]])
+@pytest.mark.parametrize("named", ["model.gguf", ""])
+def test_a_target_in_gguf_is_refused_by_name_with_what_to_give_instead(named, beside, tmp_path, tiny_folder):
+    (tmp_path / "model.gguf").write_bytes(b"GGUF")
+    for name in beside:
+        shutil.copyfile(tiny_folder / name, tmp_path / name)
+    settings = TargetSettings(model=str(tmp_path / named), dtype="float32", device="cpu")
+    with pytest.raises(WrongInput, match=r"target\.model: found .*model\.gguf, weights in GGUF(.|\n)*converted from"):
+        TargetLoader(settings, need_weights=False)
+
+
+def test_a_gguf_beside_a_targets_weights_is_not_its(tmp_path, tiny_folder, tiny_target):
+    shutil.copytree(tiny_folder, tmp_path, dirs_exist_ok=True)
+    (tmp_path / "model.gguf").write_bytes(b"GGUF")
+    loader = TargetLoader(TargetSettings(model=str(tmp_path), dtype="float32", device="cpu"))
+    assert loader.facts.fingerprint == tiny_target.facts.fingerprint
