@@ -69,14 +69,17 @@ def evaluate(
 
     Raises:
         WrongInput: no paths, paths of several sampling settings, more concurrent requests than there are paths, a tree
-            that the head cannot draft, a previous head of another target, or a damaged file that would stay.
+            that the head cannot draft, a head that is the target, a previous head of another target, or a damaged file
+            that would stay.
     """
     paths, dtype = list(heldout.paths), heldout.dtype
     check_paths(paths)
     wanted = set(parts) or {"live", "lossless", "speed"}
     check_wanted(wanted, settings, folder, len(paths))
     target = load_target(dtype)
-    head = load_head(head_folder, target).to(target.device).eval().pack()
+    head = load_head(head_folder, target).to(target.device).eval()
+    head.refuse_own_target(target)
+    head.pack()
     routes = sorted({*heldout.routes, *(path.route for path in paths)})
     subject = Subject(target, head, paths, routes, settings, seed, tell, heldout.features)
     files = EvalFiles(folder, subject, identity_of(head_folder, target, subject.paths))

@@ -2,7 +2,7 @@
 
 the contract        contract, batch, growth, tree, vocabulary, settings, rules
 a kind each         eagle3, eagle1, medusa, hydra, mlp
-of several files    draft, draft_base, decoder, lora; mtp, mtp_layer, mtp_shipped, shipped
+of several files    draft, draft_base, own_target, decoder, lora; mtp, mtp_layer, mtp_shipped, shipped
 shared by kinds     layer_head, recycling_head, slot_head, layers
 a head on disk      checkpoint, description; to begin with: start, published, published_form, warm_start; engines: export
 the frozen target   target, target_facts, target_probe, facts, llama_body, packed, cache, precision, sampling

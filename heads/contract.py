@@ -174,6 +174,9 @@ class Head(nn.Module, ABC):
                 module.pack()
         return self
 
+    def refuse_own_target(self, target: Any) -> None:
+        """Raise WrongInput where the head is its own target and its settings do not ask for that."""
+
     def origins(self) -> dict[str, str]:
         """Where each tensor's first value came from, for the table at the start of training; others are random."""
         return {"embedding_VH": "target's embedding", "draft_ids_V": "traffic", **self.first_values}

@@ -27,6 +27,7 @@ from headstart.heads.facts import TargetFacts
 from headstart.heads.growth import Chain, TreeSlots
 from headstart.heads.layers import Projection, Rotary
 from headstart.heads.lora import adapt, is_adapter, merge, plain_name
+from headstart.heads.own_target import check_other, refuse_unchanged
 from headstart.heads.settings import DraftSettings
 from headstart.heads.target_facts import LLAMA_LIKE
 
@@ -71,7 +72,7 @@ class DraftModel(Head):
             self.max_position = self.base.max_position - 1  # the token drafted from lies one position behind its slot
         form = self.base or facts
         check_layers(settings, form)
-        self.layer_ids = settings.layers or default_layers(form.num_layers, whole=self.base is not None)
+        self.layer_ids = kept_layers(settings, form)
         self.model = Decoder(replace(form, num_layers=len(self.layer_ids)))
         self.lm_head = Projection(form.hidden_size, len(draft_ids_V))
         self.lm_head.requires_grad_(settings.train_output)
@@ -82,11 +83,15 @@ class DraftModel(Head):
 
     @classmethod
     def check(cls, settings: DraftSettings, target: Any) -> None:
-        if not settings.model:
-            return check_layers(settings, target.facts)
-        base = open_base(settings.model)
-        check_layers(settings, base.facts)
-        check_tokens(base, target)
+        base = open_base(settings.model) if settings.model else None
+        form = base.facts if base else target.facts
+        check_layers(settings, form)
+        if base:
+            check_tokens(base, target)
+        check_other(settings, kept_layers(settings, form), base.facts if base else None, target.facts)
+
+    def refuse_own_target(self, target: Any) -> None:
+        refuse_unchanged(self.settings, dict(self.model.named_parameters()), self.embedding_VH, target)
 
     # What a checkpoint does not hold
 
@@ -229,6 +234,11 @@ class DraftModel(Head):
             position_BT = position_BT.masked_fill(padding_BT, last_slot)
         visible_BTL = torch.arange(used, device=self.device) <= position_BT[:, :, None]
         return self.model.feed(self.embed(token_BT), position_BT, position_BT, visible_BTL, state.caches)
+
+
+def kept_layers(settings: DraftSettings, form: TargetFacts) -> list[int]:
+    """Decoder layers that a draft keeps of the model it is made of, the target or another."""
+    return settings.layers or default_layers(form.num_layers, whole=bool(settings.model))
 
 
 def default_layers(num_layers: int, whole: bool = False) -> list[int]:

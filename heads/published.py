@@ -79,6 +79,11 @@ def read_start(folder: Path) -> Start:
         return eagle3_start(folder, merged, stored)
     if "fc.weight" in stored and any(name.startswith("layers.0.") for name in stored):
         return eagle1_start(folder, config, stored)
+    if "embed_tokens.weight" in stored and "layers.0.input_layernorm.weight" in stored:
+        raise WrongInput(
+            f"{folder}: found a whole language model, expected an EAGLE-3, EAGLE or Medusa head.\nA model smaller than the "
+            f"target drafts for it as a recipe says: head.kind=draft head.model={folder}. A target is no draft of itself."
+        )
     raise WrongInput(
         f"{folder}: found tensors such as {', '.join(sorted(stored)[:3])}, "
         "expected those of an EAGLE-3, EAGLE or Medusa head."

@@ -39,7 +39,7 @@ def export_head(
     """Write a run's checkpoint (`best`, `last` or a step's folder name) for an engine, with its card.
 
     Raises:
-        WrongInput: not measured, or the engine cannot serve this head.
+        WrongInput: not measured, the target itself, or the engine cannot serve this head.
         GateFailed: measured, and a value does not pass.
     """
     folder = checkpoint_folder(run, checkpoint)
@@ -47,6 +47,7 @@ def export_head(
     if not untested:
         require_gate(run, folder, identity, eval_settings)
     head = load_head(folder, target).to("cpu").eval()
+    head.refuse_own_target(target)
     refuse_unservable(head, engine)
     dtype = export_dtype(export_settings.dtype, target.dtype)
     out = out or run / "export" / engine

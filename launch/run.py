@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from headstart import __version__
+from headstart.heads.builtin import BUILTIN_TARGETS
 from headstart.heads.errors import GateFailed, TrainingFailed, WrongInput
 from headstart.heads.export.card import RECORD, RECORD_SCHEMA
 from headstart.heads.store import atomic_path, hash_json, read_json, versions, write_json
@@ -219,12 +220,18 @@ def find_run(text: str, root: Path = Path("runs")) -> tuple[RunFolder, str | Non
     if inside == "checkpoints":
         kept = sorted(folder.name for folder in path.parent.glob("step-*"))
         raise WrongInput(f"{text}: found no checkpoint of that name, expected one that is kept: {', '.join(kept)}.")
+    expected = "expected a run's name or folder, or a checkpoint or export folder in it"
+    if text in BUILTIN_TARGETS or (path / "config.json").is_file():
+        raise WrongInput(
+            f"{text}: found a model, {expected}.\nA target is measured with a head that was trained for it: headstart cp "
+            "eagle mine.yaml begins one, headstart import makes a run of one that others published."
+        )
     names = [folder.name for folder in run_folders(root)]
     near = nearest(text.rstrip("/").rpartition("/")[2], names)
     hint = f"did you mean {near}? " if near else ""
     raise WrongInput(
-        f"{text}: found no run there, expected a run's name or folder, or a checkpoint or export folder in it.\n"
-        f"{hint}`headstart ls runs` lists the runs in {root}."
+        f"{text}: found no run there, {expected}.\n{hint}`headstart ls runs` lists the runs in {root}; a target's name is "
+        "none."
     )
 
 
