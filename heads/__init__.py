@@ -10,5 +10,5 @@ in parts            sharded_target, target_ends, weight_files
 its words           rendering
 its folder          builtin, smollm2, tiny, made_targets, model_files
 what it said        paths, features
-and for all rooms   store, errors, intervals, memory
+and for all rooms   store, object_store, errors, intervals, memory
 """

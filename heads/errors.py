@@ -11,3 +11,7 @@ class GateFailed(Exception):
 
 class TrainingFailed(Exception):
     """Training cannot go on: losses or gradients stay non-finite. Printed without a traceback; exit code 1."""
+
+
+class StoreFailed(Exception):
+    """A store does not answer any more, or refuses; what is here is whole. Printed without a traceback; exit code 1."""

@@ -17,10 +17,13 @@ from dataclasses import dataclass, field
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from headstart import __version__
 from headstart.heads.errors import WrongInput
+
+if TYPE_CHECKING:
+    from headstart.heads.object_store import ObjectStore, StageCopy
 
 MANIFEST = "manifest.json"
 MANIFEST_SCHEMA = "headstart.manifest/1"
@@ -139,6 +142,8 @@ class Stage:
     manifest: dict[str, Any]
     since: float = field(default_factory=time.perf_counter)
     """When what is not yet in `made_by.seconds` began: the time of a killed process counts as far as it committed."""
+    copy: "StageCopy | None" = None
+    """Where finished files are also kept."""
 
     @property
     def key(self) -> str:
@@ -176,22 +181,61 @@ class Stage:
         """Recorded files that are not there as they were written."""
         return [name for name, output in self.outputs.items() if not is_whole(self.folder / name, output)]
 
-    def forget_damaged(self) -> None:
-        """Let a finished stage be made again where files are not what was written; these are put aside, to be looked at."""
-        damaged = self.damaged() if self.complete else []
-        if damaged:
-            print(f"{self.folder}: {', '.join(damaged)} missing or damaged, put aside as *.damaged and made again")
-            for name in damaged:
+    def keep_in(self, store: "ObjectStore | None") -> None:
+        """Keep finished files in a store too, if there is one, under the folder's name."""
+        self.copy = None if store is None else store.copy_of(self.folder.name)
+
+    def mend(self) -> None:
+        """Take what a copy has of a stage that is not whole here, and let files be made again that are whole nowhere.
+
+        What is here and damaged is put aside, to be looked at. The copy then is what the stage is here.
+
+        Raises:
+            StoreFailed: the copy cannot be read or written.
+        """
+        there = self.copy.manifest(self.key) if self.copy is not None else None
+        if there is not None and self._is_behind(there):
+            self.manifest = there
+        damaged = self.damaged() if self.complete or self.copy is not None else []
+        if damaged and self.copy is not None:
+            remove_leftovers(self.folder, locked=True)
+            damaged = self.copy.fetch(self.folder, {name: self.outputs[name] for name in damaged})
+        if self.manifest is there:
+            self._write()
+        self.forget(damaged, "missing or damaged")
+        if self.copy is not None and not self.copy.tells(self):
+            self.publish()
+
+    def forget(self, names: list[str], reason: str) -> None:
+        """Let files be made again; what is there of them is put aside, to be looked at."""
+        if names:
+            print(f"{self.folder}: {', '.join(names)} {reason}, put aside as *.damaged and made again")
+            for name in names:
                 if (file := self.folder / name).exists():
                     file.replace(file.with_name(f"{name}.damaged"))
                 del self.outputs[name]
             self.manifest["state"] = "running"
             self._write()
 
+    def _is_behind(self, there: dict[str, Any]) -> bool:
+        """Whether another manifest of this stage records more."""
+        return not self.complete and (there["state"] == "complete" or len(there["outputs"]) > len(self.outputs))
+
+    def send(self, outputs: dict[str, dict[str, Any]]) -> None:
+        """Put finished files of this process into the copy, if there is one; their manifest follows (`publish`)."""
+        if self.copy is not None:
+            self.copy.send(self.folder, outputs)
+
+    def publish(self) -> None:
+        """Bring the copy, if there is one, to where the stage is here."""
+        if self.copy is not None:
+            self.copy.publish(self)
+
     def finish(self) -> None:
         self.manifest["state"] = "complete"
         self.manifest["made_by"]["finished"] = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
         self._write()
+        self.publish()
 
     def _write(self) -> None:
         now = time.perf_counter()

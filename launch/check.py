@@ -11,6 +11,7 @@ from typing import TypeVar
 from headstart.heads.checkpoint import KINDS
 from headstart.heads.errors import WrongInput
 from headstart.heads.export.scheme import unservable, unwritten
+from headstart.heads.object_store import ObjectStore
 from headstart.heads.start import Start
 from headstart.heads.target import TargetLoader
 from headstart.heads.target_facts import check_taps
@@ -78,6 +79,8 @@ def check_loaded(
     prompts = read_prompts(found, recipe.prompts, path.parent)
     seconds = {"prompts": time.perf_counter() - began, "traffic": 0.0}
     attempt(found, "target.device", lambda: check_device(recipe.target.device))
+    if here and recipe.run.store:
+        attempt(found, "run.store", lambda: ObjectStore(recipe.run.store).check())
     root = Path(recipe.run.root).expanduser()
     starts: dict[str, Start] = {}
     for name, own in loaded.recipes.items():

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from headstart import __version__
-from headstart.heads.errors import GateFailed, TrainingFailed, WrongInput
+from headstart.heads.errors import GateFailed, StoreFailed, TrainingFailed, WrongInput
 from headstart.launch.arguments import amount, lengths, positive, temperatures
 from headstart.launch.processes import FROM_ACCELERATE, find_processes, resume_command
 from headstart.trainer.interruption import polite_kill
@@ -47,6 +47,8 @@ def run(arguments: list[str]) -> int:
         return failed(GATE_FAILED, f"gate failed: {error}")
     except TrainingFailed as error:
         return failed(FAULT, f"training failed: {error}")
+    except StoreFailed as error:
+        return failed(FAULT, f"error: {error}\nto continue from here: {resume_command(find_processes())}")
     except KeyboardInterrupt:
         if (processes := find_processes()).first:
             print(f"\ninterrupted; to continue from here: {resume_command(processes)}", file=sys.stderr)

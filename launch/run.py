@@ -14,7 +14,7 @@ from typing import IO, Any
 
 from headstart import __version__
 from headstart.heads.builtin import BUILTIN_TARGETS
-from headstart.heads.errors import GateFailed, TrainingFailed, WrongInput
+from headstart.heads.errors import GateFailed, StoreFailed, TrainingFailed, WrongInput
 from headstart.heads.export.card import RECORD, RECORD_SCHEMA
 from headstart.heads.store import atomic_path, hash_json, read_json, versions, write_json
 from headstart.launch.schema import nearest
@@ -170,7 +170,7 @@ class RunFolder:
             try:
                 yield
             except BaseException as error:
-                told = isinstance(error, WrongInput | GateFailed | TrainingFailed | KeyboardInterrupt)
+                told = isinstance(error, WrongInput | GateFailed | StoreFailed | TrainingFailed | KeyboardInterrupt)
                 log.write(f"{type(error).__name__}: {error}\n" if told else traceback.format_exc())
                 raise
             finally:

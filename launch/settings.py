@@ -1,5 +1,6 @@
 """The whole recipe: one dataclass whose fields are the sections of the YAML file. No torch here."""
 
+import re
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
@@ -23,10 +24,21 @@ class RunSettings:
     """Folder under `root`; empty means the recipe file's name."""
     root: str = "runs"
     """Folder for all runs, created in the current folder."""
+    store: str = ""
+    """Object store that also keeps prompts, replies and states, as an fsspec URL (s3://bucket/heads); empty means none."""
     seed: Annotated[int, Bounds(low=0, high=2**63 - 1)] = 0
     """Seeds head weights, batch order and sampled replies."""
     threads: Annotated[int, Bounds(low=0, high=1024)] = 0
     """CPU threads; 0 means the cores this process may use, shared by the processes on this machine."""
+
+    def conflicts(self) -> Conflicts:
+        if self.store and not re.fullmatch(r"\w[\w.+-]*://([^/:@?]+@)?[^/:@?]*(:\d+)?(/[^?]*)?", self.store):
+            # What was found is not repeated: it may hold a password.
+            yield (
+                "store",
+                "found a text that is no plain URL, expected one such as s3://bucket/heads or file:///mnt/heads, without "
+                "keys or passwords: these come from the environment",
+            )
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,7 @@ from headstart.heads.errors import GateFailed, WrongInput
 from headstart.heads.facts import TargetFacts, told_taps
 from headstart.heads.features import FeatureReader
 from headstart.heads.memory import keep_freed_memory
+from headstart.heads.object_store import object_store
 from headstart.heads.paths import Path as ReplyPath
 from headstart.heads.paths import read_paths
 from headstart.heads.settings import HeadSettings
@@ -182,7 +183,9 @@ def run_traffic(
     if recipe.target.sharded:
         targets.load_by(partial(load_sharded, vote=ranks.any))
     with locked(traffic.folder, wait_for="it is answering the same prompts") if ranks.first else nullcontext():
-        traffic, features = make_traffic(targets, prompts, recipe.traffic, run.root, seed, ranks, stored)
+        traffic, features = make_traffic(
+            targets, prompts, recipe.traffic, run.root, seed, ranks, stored, object_store(recipe.run.store)
+        )
     with ranks.first_before_others():
         if ranks.first:
             # The features a head asks for, whichever stage serves them: one that holds more trains the same head.
@@ -217,7 +220,7 @@ def shared_prompts(recipe: Recipe, recipe_path: Path, run: RunFolder, targets: T
     source = (recipe_path.parent, recipe.run.seed, targets)
     shared = stage_folder(run.root, "prompts", hash_json(prompt_inputs(recipe.prompts, *source)))
     with locked(shared, wait_for="it is gathering the same prompts"):
-        return make_prompts(recipe.prompts, run.root, *source)
+        return make_prompts(recipe.prompts, run.root, *source, store=object_store(recipe.run.store))
 
 
 def heldout_replies(recipe: Recipe, run: RunFolder, targets: TargetLoader, temperature: float) -> list[ReplyPath]:
@@ -226,7 +229,7 @@ def heldout_replies(recipe: Recipe, run: RunFolder, targets: TargetLoader, tempe
     settings = at_temperature(recipe.traffic, temperature)
     shared = stage_folder(run.root, "traffic", hash_json(heldout_inputs(targets, prompts, settings, seed)))
     with locked(shared, wait_for="it is answering the same prompts"):
-        stage = make_heldout_traffic(targets, prompts, settings, run.root, seed)
+        stage = make_heldout_traffic(targets, prompts, settings, run.root, seed, object_store(recipe.run.store))
     run.link(f"traffic-t{temperature:g}", stage.folder)
     return list(read_paths(stage.folder, "heldout"))
 

@@ -31,6 +31,7 @@ RECIPE = f"""
 prompts.num_train=32 traffic.max_new_tokens=6 traffic.slots=2 traffic.chunk=4 train.num_steps={NUM_STEPS} train.save_every=7
 train.log_every=1 tracking.wandb=false
 """.split()
+STORE = "store"  # where stages are kept too, in their folder
 NUM_CHUNKS = 8 + 2 + 4
 TAPS = {"first": [1, 2], "second": [0, 4]}
 WAIT_S = 600
@@ -62,8 +63,9 @@ def run_stages(folder, ranks=None, accumulate=1, part="end"):
     """Both recipes' replies and features, and the head of the second."""
     ranks, (stage, _, victim) = ranks or Ranks(), part.partition("-")
     path = find_recipe("smoke")
+    store = f"run.store=file://{folder / STORE}"
     for name, taps in TAPS.items():
-        recipe = load_recipe(path, [*RECIPE, f"head.taps={taps}", f"train.accumulate={accumulate}"])
+        recipe = load_recipe(path, [*RECIPE, store, f"head.taps={taps}", f"train.accumulate={accumulate}"])
         run = RunFolder(folder / name)
         run.folder.mkdir(parents=True, exist_ok=True)
         targets = TargetLoader(recipe.target, taps)

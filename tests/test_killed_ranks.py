@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 from headstart.heads.store import MANIFEST, STAGES, Stage, read_json
 from headstart.trainer.checkpoint import pointed
 from headstart.trainer.metrics import METRICS, read_metrics
-from tests.small_stages import NUM_CHUNKS, NUM_STEPS, TAPS, run_stages
+from tests.small_stages import NUM_CHUNKS, NUM_STEPS, STORE, TAPS, run_stages
 from tests.test_ranks import lines_of
 
 
@@ -117,6 +117,10 @@ def test_a_run_killed_in_every_stage_that_processes_share_ends_as_an_unbroken_on
     at_the_end = committed(folder)
     for before in (in_traffic, in_features, in_training):
         assert before.items() <= at_the_end.items()
+    for stage in stages_of(folder).values():  # each process has put its own files there
+        there = folder / STORE / stage.folder.name
+        assert read_json(there / MANIFEST) == stage.manifest
+        assert Stage(there, stage.manifest).damaged() == []
     assert_ends_alike(folder, whole)
 
 

@@ -206,14 +206,27 @@ def check_disk(
         )
 
 
-def write_shard(features: Stage, chunk: "Chunk", states: Mapping[str, States], taps: list[int]) -> dict[str, Any]:
-    """Write a chunk's features, by prompt id, in the precision it keeps; the file that is to be committed."""
+def of_other_replies(features: Stage, traffic: Stage) -> list[str]:
+    """Shards whose states are not of the replies that are recorded: a store may have some of each of two machines."""
+    parts = {shard_name(int(Path(name).stem.removeprefix("part-"))): name for name in traffic.outputs}
+    found = {name: traffic.outputs[parts[name]]["sha256"] for name in features.outputs if name in parts}
+    return [name for name, replies in found.items() if features.outputs[name].get("replies", replies) != replies]
+
+
+def write_shard(
+    features: Stage, chunk: "Chunk", states: Mapping[str, States], taps: list[int], replies: str
+) -> dict[str, Any]:
+    """Write a chunk's features, by prompt id, in the precision it keeps; the file that is to be committed.
+
+    Args:
+        replies: sha256 of the part file that they are of.
+    """
     prompt_ids = list(states)
     name = shard_name(chunk.number)
     with atomic_path(features.folder / name) as temporary:
         tensors = shard_tensors(list(states.values()), chunk.states_dtype)
         write_tensors(temporary, tensors, write_metadata(prompt_ids, taps, features.key))
-    return {name: features.describe(name, len(prompt_ids))}
+    return {name: {**features.describe(name, len(prompt_ids)), "replies": replies}}
 
 
 def shard_tensors(states: list[States], dtype: torch.dtype | None) -> dict[str, torch.Tensor]:

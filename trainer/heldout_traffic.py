@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path as FilePath
 from typing import Any
 
+from headstart.heads.object_store import ObjectStore
 from headstart.heads.store import Stage, open_stage, remove_leftovers
 from headstart.heads.target import TargetLoader
 from headstart.trainer.conversations import plan_conversations
@@ -33,7 +34,12 @@ def heldout_inputs(load_target: TargetLoader, prompts: Stage, settings: TrafficS
 
 
 def make_heldout_traffic(
-    load_target: TargetLoader, prompts: Stage, settings: TrafficSettings, root: FilePath, seed: int = 0
+    load_target: TargetLoader,
+    prompts: Stage,
+    settings: TrafficSettings,
+    root: FilePath,
+    seed: int = 0,
+    store: ObjectStore | None = None,
 ) -> Stage:
     """Answer the held-out prompts of a prompts stage; reuse and continue what is there. No features are kept.
 
@@ -41,7 +47,8 @@ def make_heldout_traffic(
         WrongInput: prompts that are too long, before anything runs.
     """
     stage = open_stage(root, "traffic", heldout_inputs(load_target, prompts, settings, seed), seed)
-    stage.forget_damaged()
+    stage.keep_in(store)
+    stage.mend()
     if stage.complete:
         return stage
     remove_leftovers(stage.folder, locked=True)
@@ -56,6 +63,7 @@ def make_heldout_traffic(
     with closing(answer_chunks(load_target, stage, own, talks, settings, seed, progress)) as answers:
         for found in answers:
             stage.put(write_part(stage, found, settings) if found else {})
+            stage.publish()
     progress.finish()
     finish(stage)
     return stage

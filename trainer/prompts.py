@@ -30,6 +30,7 @@ from headstart.trainer.templates import builtin_files, builtin_prompts, in_turn,
 from headstart.trainer.verdicts import Record, verdicts
 
 if TYPE_CHECKING:
+    from headstart.heads.object_store import ObjectStore
     from headstart.heads.target import TargetLoader
 
 BUILTIN = "builtin"
@@ -92,6 +93,7 @@ def make_prompts(
     base: Path,
     seed: int = 0,
     target: "TargetLoader | None" = None,
+    store: "ObjectStore | None" = None,
 ) -> Stage:
     """Write `prompts.jsonl` and `verdicts.jsonl` into a stage folder, or reuse the one of the same settings and content.
 
@@ -100,9 +102,11 @@ def make_prompts(
         base: folder that relative paths count from (the recipe's).
         seed: draws the target's own prompts; without these it changes nothing.
         target: writes `num_synthesized` prompts; its weights are loaded only for that.
+        store: where the stage is kept too, and taken from.
     """
     stage = open_stage(root, "prompts", prompt_inputs(settings, base, seed, target), seed)
-    stage.forget_damaged()
+    stage.keep_in(store)
+    stage.mend()
     if stage.complete:
         return stage
     remove_leftovers(stage.folder, locked=True)

@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+from headstart.heads.object_store import ObjectStore
 from headstart.heads.paths import SPLITS, UNKNOWN, Prompt, read_part
 from headstart.heads.sampling import Sampling
 from headstart.heads.store import Stage, atomic_path, open_stage, remove_leftovers, stage_inputs
@@ -33,6 +34,7 @@ from headstart.trainer.features import (
     finish,
     has,
     needs_features,
+    of_other_replies,
     open_features,
     stored_dtype,
     write_shard,
@@ -99,6 +101,7 @@ def make_traffic(
     seed: int = 0,
     ranks: Ranks | None = None,
     stored: Sequence[str] = SPLITS,
+    store: ObjectStore | None = None,
 ) -> tuple[Stage, Stage]:
     """Answer all prompts of a prompts stage and keep the target's states; reuse and continue what is there.
 
@@ -107,6 +110,7 @@ def make_traffic(
     Args:
         ranks: processes that share the work; all of them call this with the same arguments.
         stored: splits whose states are kept.
+        store: where both stages are kept too, and taken from.
 
     Returns:
         The traffic stage and the features stage, both complete, as the first process knows them.
@@ -116,7 +120,9 @@ def make_traffic(
     """
     ranks = ranks or Ranks()
     with ranks.first_before_others():
-        traffic, features = open_stages(load_target, prompts, settings, root, seed, stored, mend=ranks.first)
+        traffic, features = open_stages(
+            load_target, prompts, settings, root, seed, stored, mend=ranks.first, store=store
+        )
     if traffic.complete and features.complete:
         return traffic, features
     asked = read_prompts(prompts.folder)
@@ -150,16 +156,23 @@ def open_stages(
     seed: int,
     stored: Sequence[str],
     mend: bool,
+    store: ObjectStore | None = None,
 ) -> tuple[Stage, Stage]:
-    """Traffic and features, begun, interrupted or complete; with `mend` what is damaged or left over is cleared away."""
+    """Traffic and features, begun, interrupted or complete.
+
+    With `mend` they go on from what the store has, and what is damaged or left over is cleared away.
+    """
     traffic = open_stage(root, "traffic", traffic_inputs(load_target, prompts, settings, seed), seed)
+    traffic.keep_in(store)
     if mend:
-        traffic.forget_damaged()
+        traffic.mend()
     inputs = features_inputs(load_target, traffic, stored)
     # Features of more serve where nothing is added to them: replies that are missing bring these taps and splits only.
     features = open_features(root, inputs, seed) if traffic.complete else open_stage(root, "features", inputs, seed)
+    features.keep_in(store)
     if mend:
-        features.forget_damaged()
+        features.mend()
+        features.forget(of_other_replies(features, traffic), "of other replies")
     if mend and not (traffic.complete and features.complete):
         remove_leftovers(traffic.folder, locked=True)
         remove_leftovers(features.folder, locked=True)
@@ -233,12 +246,29 @@ def commit(
     answers: Answers | None, traffic: Stage, features: Stage, taps: list[int], settings: TrafficSettings, ranks: Ranks
 ) -> None:
     """Write what a round gave here; the first process commits the files of all, a chunk's features before its traffic."""
-    shards = write_shard(features, answers.chunk, answers.states, taps) if answers and answers.states else {}
     parts = write_part(traffic, answers, settings) if answers and answers.rows else {}
+    shards = {}
+    if answers and answers.states:
+        of = {**traffic.outputs, **parts}[answers.chunk.part]["sha256"]
+        shards = write_shard(features, answers.chunk, answers.states, taps, of)
     for theirs in ranks.collect((shards, parts)):
         if ranks.first:
             features.put(theirs[0])
             traffic.put(theirs[1])
+    publish(features, shards, ranks)
+    publish(traffic, parts, ranks)
+
+
+def publish(stage: Stage, own: dict[str, Any], ranks: Ranks) -> None:
+    """Bring a round that is committed here into the store, if there is one: each puts its `own` files there."""
+    if stage.copy is None:
+        return
+    stage.send(own)
+    others = ranks.collect(own)
+    if ranks.first:
+        for theirs in others:
+            stage.copy.outputs.update(theirs)
+        stage.publish()
 
 
 class Answerer:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from headstart.eval.tables import columns
 from headstart.heads.facts import told_taps
+from headstart.heads.object_store import ObjectStore, num_bytes, object_store, unlike
 from headstart.heads.precision import choose_precision
 from headstart.heads.start import Start
 from headstart.heads.store import Stage
@@ -70,7 +71,7 @@ def print_plan(loaded: Loaded, path: Path, checked: Checked, threads: str, asked
     kept = checked.planned.conversations
     told = [*checked.prompts.describe(kept).splitlines(), *checked.planned.describe(table=False)]
     table("prompts", [(line, "", "") for line in told])
-    rows = stages(left, checked.target.has_weights)
+    rows = stages(left, checked.target.has_weights, object_store(recipe.run.store))
     for name, own in loaded.recipes.items():
         rows += of_variant(name, head_stages(own, run_folder(own)))
     table("stages", rows)
@@ -195,11 +196,12 @@ def derived_of_head(recipe: Recipe, checked: Checked, start: Start | None) -> li
     ]
 
 
-def stages(left: Remaining, has_weights: bool) -> list[Row]:
+def stages(left: Remaining, has_weights: bool, store: ObjectStore | None = None) -> list[Row]:
     """Each stage before training with its key, and whether it is reused, continued or run."""
     if not has_weights:
         return [(name, "", "runs, once the target's weights are there") for name in BEFORE_TRAINING]
-    return [stage_row(getattr(left, name)) for name in BEFORE_TRAINING]
+    rows = [stage_row(getattr(left, name)) for name in BEFORE_TRAINING]
+    return rows if store is None else rows + [store_row(getattr(left, name), store) for name in BEFORE_TRAINING]
 
 
 def head_stages(recipe: Recipe, run: RunFolder) -> list[Row]:
@@ -218,6 +220,18 @@ def stage_row(stage: Stage) -> Row:
     if stage.begun and not stage.complete:
         return name, key, f"continues, {len(stage.outputs)} files are there"
     return name, key, "reused" if stage.complete else "runs"
+
+
+def store_row(stage: Stage, store: ObjectStore) -> Row:
+    """What a run takes of a stage from a store before it makes any, and what it puts there of what is here."""
+    copy = store.copy_of(stage.folder.name)
+    there = copy.manifest(stage.key)
+    comes = {} if stage.complete else unlike(copy.outputs, stage.outputs)
+    goes = unlike(stage.outputs, copy.outputs)
+    told = "complete there" if there is not None and there["state"] == "complete" else "not complete there"
+    told += f"; {len(comes)} files come, {gigabytes(num_bytes(comes))}"
+    told += f"; {len(goes)} files of here go there, {gigabytes(num_bytes(goes))}" if goes else ""
+    return f"store: {stage.folder.name.partition('-')[0]}", copy.url, told
 
 
 def disk(recipe: Recipe, traffic: Stage, mode: str, checked: Checked, run: RunFolder) -> list[Row]:
