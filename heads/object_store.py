@@ -157,14 +157,14 @@ class StageCopy:
         """The manifest there; None where there is none that can be read.
 
         Raises:
-            WrongInput: it is of another key or schema.
+            WrongInput: it is of another key or schema, or names files outside its folder.
         """
         content = self.store.read(f"{self.name}/{MANIFEST}")
         if content is None:
             return None
         try:
             found: dict[str, Any] = json.loads(content)
-        except ValueError:
+        except ValueError:  # broken off, in a folder; stores put whole objects
             print(f"{self.url}/{MANIFEST}: found no JSON; nothing is taken from there, and it is written again")
             return None
         if (found.get("schema"), found.get("key")) != (MANIFEST_SCHEMA, key):
@@ -172,6 +172,8 @@ class StageCopy:
                 f"{self.url}/{MANIFEST}: found {found.get('schema')!r} of the key {str(found.get('key'))[:12]!r}, expected "
                 f"{MANIFEST_SCHEMA!r} of {key[:12]!r}.\nMove that folder away, or name another store: run.store=URL"
             )
+        if outside := [name for name in found["outputs"] if Path(name).name != name]:
+            raise WrongInput(f"{self.url}/{MANIFEST}: found the file {outside[0]!r}, expected names without folders.")
         self.outputs, self._state = dict(found["outputs"]), found["state"]
         return found
 

@@ -200,8 +200,9 @@ class Stage:
         if damaged and self.copy is not None:
             remove_leftovers(self.folder, locked=True)
             damaged = self.copy.fetch(self.folder, {name: self.outputs[name] for name in damaged})
-        if self.manifest is there:
-            self._write()
+        if self.manifest is there:  # as it was written: what it took to come is no time of the stage
+            write_json(self.folder / MANIFEST, there)
+            self.since = time.perf_counter()
         self.forget(damaged, "missing or damaged")
         if self.copy is not None and not self.copy.tells(self):
             self.publish()

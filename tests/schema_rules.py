@@ -178,14 +178,16 @@ def feature_violations(folder: Path, traffic: Path) -> list[str]:
     """Shards of packed states: types, shapes and offsets that fit; held-out states are as exact as float32 replies."""
     found = []
     shards = sorted(folder.glob("shard-*.safetensors"))
+    recorded, replied = (read_strict(stage / "manifest.json")["outputs"] for stage in (folder, traffic))
     for shard in shards:
+        part = f"part-{shard.stem.removeprefix('shard-')}.parquet"
+        if recorded[shard.name]["replies"] != replied[part]["sha256"]:
+            found.append(f"{shard.name}: not of the replies of {part}")
         with safe_open(shard, "pt") as tensors:
             shape = {name: tensors.get_slice(name).get_shape() for name in ("taps", "final", "offsets")}
             kind = {name: tensors.get_slice(name).get_dtype() for name in ("taps", "final", "offsets")}
             offsets = tensors.get_tensor("offsets").tolist()
-            replies = parquet.read_table(
-                traffic / f"part-{shard.stem.removeprefix('shard-')}.parquet", columns=["split"]
-            )
+            replies = parquet.read_table(traffic / part, columns=["split"])
             states = "F32" if replies["split"][0].as_py() == "heldout" else "BF16"
             if kind != {"taps": states, "final": states, "offsets": "I64"}:
                 found.append(f"{shard.name}: types {kind}")

@@ -1,6 +1,7 @@
 """Stages kept in an object store: what is there is computed nowhere again, and whatever is not whole there is made again."""
 
 import json
+import re
 import shutil
 
 import pytest
@@ -92,6 +93,8 @@ def kept(tmp_path_factory):
 def test_what_a_store_has_is_computed_nowhere_again(kept, tmp_path):
     store, first, whole = kept
     assert make(tmp_path / "second", f"run.store=file://{store}", load_by=never) == whole
+    for manifest in store.glob(f"*/{MANIFEST}"):
+        assert (tmp_path / "second" / STAGES / manifest.parent.name / MANIFEST).read_bytes() == manifest.read_bytes()
     assert make(first, load_by=never) == whole  # and the store is in no key
 
 
@@ -159,9 +162,53 @@ def test_a_store_that_cannot_be_used_is_refused_before_anything_is_computed(tmp_
     assert not (tmp_path / "runs").exists()
 
 
+def test_a_command_that_loses_its_store_says_how_to_go_on(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(object_store, "PAUSE", 0)
+    monkeypatch.setattr(Failing, "puts_left", 1)
+    command = ["train", "smoke", *RECIPE, f"run.root={tmp_path}", "run.store=failing://lost"]
+    monkeypatch.setattr("sys.argv", ["headstart", *command])
+    assert cli.run(command) == 1
+    message = capsys.readouterr().err
+    assert message.startswith("error: failing://lost cannot be used: ConnectionResetError: the network is gone\n")
+    assert "to continue from here: " in message
+    assert message.rstrip().endswith("run.store=failing://lost")
+
+
+def test_a_plan_says_what_comes_from_a_store(kept, tmp_path, capsys, monkeypatch):
+    store, first, whole = kept
+    monkeypatch.chdir(tmp_path)
+    size = sum(len(content) for name, content in whole.items() if name.startswith("traffic"))
+    shutil.copytree(first, tmp_path / "copy")
+    (tmp_path / "none").mkdir()
+    for root, url, told in [
+        (tmp_path, store, f"complete there; 4 files come, {size / 1e6:.2f} MB"),
+        ("copy", tmp_path / "none", f"0 files come, 0.00 MB; 4 files of here go there, {size / 1e6:.2f} MB"),
+    ]:
+        assert cli.run(["check", "smoke", "--dry-run", *RECIPE, f"run.root={root}", f"run.store=file://{url}"]) == 0
+        (line,) = [line for line in capsys.readouterr().out.splitlines() if "store: traffic" in line]
+        assert line.endswith(told)
+
+
 def test_a_store_is_probed_and_left_as_it_was(tmp_path):
     ObjectStore(f"file://{tmp_path}/new").check()
     assert list((tmp_path / "new").iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"key": "another"}, "of the key 'another', expected"),
+        ({"schema": "headstart.manifest/9"}, "found 'headstart.manifest/9'"),
+        ({"outputs": {"../../recipe.yaml": {}}}, "found the file '../../recipe.yaml', expected names without folders"),
+    ],
+)
+def test_a_manifest_of_something_else_is_refused(kept, tmp_path, change, told):
+    (manifest,) = kept[0].glob(f"traffic-*/{MANIFEST}")
+    value = read_json(manifest)
+    (tmp_path / "traffic").mkdir()
+    write_json(tmp_path / "traffic" / MANIFEST, value | change)
+    with pytest.raises(WrongInput, match=re.escape(told)):
+        ObjectStore(f"file://{tmp_path}").copy_of("traffic").manifest(value["key"])
 
 
 @pytest.mark.parametrize("url", ["s3://KEY:SE/CRET@bucket/heads", "s3://bucket/heads?key=SECRET", "bucket/SECRET"])
