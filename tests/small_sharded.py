@@ -30,10 +30,12 @@ from headstart.trainer.settings import ServerSettings, TrafficSettings, TrainSet
 from headstart.trainer.streamed import StreamedStates
 from headstart.trainer.traffic import answer_chunks, make_traffic, open_stages, plan_chunks, shares
 from tests.kinds import make_settings
+from tests.small_ranks import STRATEGIES
 
 TRAFFIC = TrafficSettings(max_new_tokens=6, slots=2, chunk=2, temperature=1.0)
 BATCH_TOKENS = 64  # several passes
-STREAMED_BY = {"eagle3": "fsdp2", "draft": "ddp"}
+# The head is whole on each process under zero2 as under ddp.
+STREAMED_BY = (("eagle3", "fsdp2"), *(("draft", strategy) for strategy in STRATEGIES if strategy != "zero2"))
 STREAMED = TrainSettings(
     num_steps=8, batch_tokens=150, depth=2, learning_rate=4e-3, warmup_steps=2, dtype="float32", eval_every=8, save_every=8,
     log_every=1,
@@ -116,10 +118,13 @@ def served(folder, ranks):
 
 
 def streamed(root, kind, target, out, **shared):
-    """Train a head on states that the target gives it inside the step; a draft model also on what it says itself."""
+    """Train a head on states that the target gives it inside the step; a draft model also on what it says itself.
+
+    The latter in two micro-batches: it speaks while gradients of the first are waiting for those of the second.
+    """
     own_words = kind == "draft"
     target.pass_tokens = 1  # a row a pass: the shares of a step take passes of unlike number
-    settings = replace(STREAMED, on_policy=0.5 if own_words else 0.0)
+    settings = replace(STREAMED, on_policy=0.5, accumulate=2, batch_tokens=270) if own_words else STREAMED
     prompts = finished_stage(next((root / ".stages").glob("prompts-*")))
     replies, features = (stage.folder for stage in make_traffic(loader_of("tiny"), prompts, TRAFFIC, root))
     torch.manual_seed(5)
@@ -134,11 +139,12 @@ def streamed(root, kind, target, out, **shared):
 
 
 def stream(folder, ranks):
-    """Training beside a target that is spread, by the strategies that spread or copy the head."""
-    for kind, strategy in STREAMED_BY.items():
+    """Training beside a target that is spread, by strategies that spread or copy the head."""
+    for kind, strategy in STREAMED_BY:
         loader = loader_of("tiny")
         loader.load_by(partial(load_sharded, vote=ranks.any))
-        streamed(folder / "whole", kind, loader(), folder / f"streamed-{kind}", strategy=strategy, ranks=ranks)
+        out = folder / f"streamed-{kind}-{strategy}"
+        streamed(folder / "whole", kind, loader(), out, strategy=strategy, ranks=ranks)
 
 
 def laws(folder, ranks):

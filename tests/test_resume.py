@@ -13,13 +13,16 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from headstart.heads.checkpoint import build_head, load_head, save_head
+from headstart.heads.checkpoint import build_head, load_head
 from headstart.heads.errors import WrongInput
 from headstart.heads.vocabulary import choose_draft_vocabulary
 from headstart.trainer.checkpoint import pointed, try_saving
-from headstart.trainer.data import TrainingRows
+from headstart.trainer.data import EvaluationRows, TrainingRows
+from headstart.trainer.loop import Job, train
 from headstart.trainer.metrics import METRICS, MetricsFile, read_metrics
+from headstart.trainer.streamed import StreamedStates
 from tests.kinds import make_settings
+from tests.small_decoding import make_path, make_prompts
 from tests.small_training import SETTINGS, make_head, make_lengths, make_paths, make_rows, open_job, run
 
 
@@ -177,20 +180,34 @@ def test_a_damaged_checkpoint_is_named_and_nothing_is_trained(tmp_path, name):
             run(tmp_path, stop)
 
 
-def test_a_head_of_a_tied_target_keeps_output_rows_of_its_own(tiny_tied_target, tmp_path):
+@pytest.mark.parametrize(("kind", "flags"), [("eagle3", {}), ("draft", {"train_output": True})])
+def test_output_rows_of_their_own_are_resumed_beside_a_tied_target(kind, flags, tiny_tied_target, tmp_path):
     """The target has one table for embedding and output; the head's output has fewer rows, learns, and is saved apart."""
-    facts = tiny_tied_target.facts
-    draft_ids = torch.from_numpy(choose_draft_vocabulary(np.zeros(facts.vocab_size), 128, facts))
-    head = build_head(make_settings("eagle3", 3), facts, draft_ids)
-    head.load_target(tiny_tied_target, initialise=True)
-    with torch.no_grad():
-        head.lm_head.weight.add_(1.0)
-    assert torch.equal(tiny_tied_target.output_weight()[draft_ids] + 1, head.lm_head.weight)
-    save_head(tmp_path, head, step=1)
-    again = load_head(tmp_path, tiny_tied_target)
-    assert again.lm_head.weight.shape == (128, facts.hidden_size)
-    assert torch.equal(again.lm_head.weight, head.lm_head.weight)
-    assert torch.equal(again.embedding_VH, tiny_tied_target.embedding_weight())
+    target, settings = tiny_tied_target, replace(SETTINGS, num_steps=6, save_every=3, depth=1)
+    paths = [make_path(prompt, prompt, f"p{i}") for i, prompt in enumerate(make_prompts(target, [9, 12, 7, 15]))]
+    states = StreamedStates(target)
+    draft_ids = torch.from_numpy(choose_draft_vocabulary(np.zeros(target.facts.vocab_size), 128, target.facts))
+
+    def train_in(folder, seed=0):
+        torch.manual_seed(seed)
+        head = build_head(make_settings(kind, 1, **flags), target.facts, draft_ids)
+        head.load_target(target, initialise=True)
+        rows = TrainingRows(paths, states, settings.batch_tokens, 0)
+        job = Job.open(head, target.output_weight(), rows, settings, draft_length=1)
+        train(job, EvaluationRows(paths, states, 256), folder)
+        return head
+
+    unbroken = train_in(tmp_path / "unbroken")
+    train_in(tmp_path / "broken")
+    (tmp_path / "broken" / "checkpoints" / "last").write_text("step-000003\n")
+    resumed = train_in(tmp_path / "broken", seed=5)
+    assert_same_weights(resumed, unbroken)
+    saved = load_head(pointed(tmp_path / "broken" / "checkpoints", "last"), target)
+    for head in (resumed, saved):
+        assert head.lm_head.weight.shape == (128, target.facts.hidden_size)
+        assert not torch.equal(head.lm_head.weight, target.output_weight()[draft_ids])
+        assert torch.equal(head.lm_head.weight, unbroken.lm_head.weight)
+        assert torch.equal(head.embedding_VH, target.embedding_weight())
 
 
 def test_a_trial_of_saving_leaves_no_trace(tmp_path):

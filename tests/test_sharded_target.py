@@ -3,6 +3,7 @@
 import json
 import shutil
 import subprocess
+from itertools import product
 
 import pytest
 import torch
@@ -138,16 +139,17 @@ def test_replies_of_a_server_are_read_by_two_processes_as_by_one(spread):
     assert_close(FeatureReader(apart["features"]), FeatureReader(one["features"]), paths_of(one))
 
 
-@pytest.mark.parametrize("kind", STREAMED_BY)
+@pytest.mark.parametrize("kind", ["eagle3", "draft"])
 def test_a_head_learns_beside_a_target_that_is_spread_what_it_learns_beside_a_whole_one(kind, spread, tmp_path):
-    """Streamed states, in micro-batches of which a process has more rows than the other, or none."""
+    """Streamed states and own words, in micro-batches of which a process has more rows than the other, or none."""
     rows = streamed(spread / "whole", kind, loader_of("tiny")(), tmp_path)
-    met = set()
-    for step in range(1, STREAMED.num_steps + 1):
-        least, most = sorted(len(rows.batch(step, 0, 1, rank, 2).prompt_ids) for rank in range(2))
+    met, pieces = set(), 2 if kind == "draft" else 1
+    for step, micro in product(range(1, STREAMED.num_steps + 1), range(pieces)):
+        least, most = sorted(len(rows.batch(step, micro, pieces, rank, 2).prompt_ids) for rank in range(2))
         met |= {(rows.reads_head(step), least == 0)} if least < most else set()
     assert met == {(own, empty) for own in {False, kind == "draft"} for empty in (False, True)}
-    assert_alike(spread / f"streamed-{kind}", tmp_path)
+    for strategy in (by for of, by in STREAMED_BY if of == kind):
+        assert_alike(spread / f"streamed-{kind}-{strategy}", tmp_path)
 
 
 def assert_close(reader, other, prompt_ids):
