@@ -126,7 +126,7 @@ def test_states_of_other_replies_are_not_taken(kept, tmp_path, capsys):
     assert "shard-00002.safetensors of other replies" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("puts", [6, 9])
+@pytest.mark.parametrize("puts", [2, 9])
 def test_a_run_that_loses_its_store_loses_nothing_and_goes_on_anywhere(kept, tmp_path, monkeypatch, puts):
     whole, url = kept[2], f"run.store=failing://{puts}"
     monkeypatch.setattr(object_store, "PAUSE", 0)
