@@ -36,9 +36,8 @@ def resolve_model(name: str, key: str = "target.model", weights: bool = True) ->
         return folder.resolve()
     if folder.exists():
         raise WrongInput(f"{key}: found {folder} without config.json, expected a folder written by transformers.")
-    looks_like_path = name.startswith((".", "/", "~")) or name.count("/") != 1
     tried = [f"folder {folder.absolute()}: does not exist"]
-    if not looks_like_path:
+    if not stays_here(name):
         try:
             return _download(name, HUB_FILES if weights else [p for p in HUB_FILES if p != WEIGHT_FILES])
         except Exception as error:
@@ -70,6 +69,11 @@ def refuse_gguf(path: Path, key: str) -> None:
             "tokenizer.\nGive the model that the file was converted from, by its folder or hub id; for llama.cpp, "
             "headstart export RUN --engine llamacpp writes its head, and the commands that convert both."
         )
+
+
+def stays_here(name: str) -> bool:
+    """Whether a model of this name can only be a folder: the hub is not asked, and nothing is made."""
+    return name not in BUILTIN_TARGETS and (name.startswith((".", "/", "~")) or name.count("/") != 1)
 
 
 def _download(name: str, patterns: list[str]) -> Path:

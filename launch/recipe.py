@@ -8,6 +8,7 @@ import dataclasses
 import re
 import shlex
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -78,10 +79,35 @@ def load_recipe(path: Path, overrides: list[str] | tuple[str, ...] = ()) -> Reci
     recipe = builder.section(Recipe, found)
     problems += builder.problems
     if problems:
+        problems += missing_files(recipe, path, overrides)
         raise WrongInput(describe(path, problems))
     if not recipe.run.name:
         recipe = dataclasses.replace(recipe, run=dataclasses.replace(recipe.run, name=default_name(path)))
     return recipe
+
+
+def missing_files(recipe: Recipe, path: Path, overrides: list[str] | tuple[str, ...]) -> list[Problem]:
+    """Prompt files and a target's folder that are not there, to be told beside keys that are wrong. Nothing is fetched."""
+    from headstart.heads.builtin import resolve_model, stays_here
+    from headstart.trainer.prompts import BUILTIN
+    from headstart.trainer.sources import is_hub, source_path
+
+    named = [("prompts.sources", name) for name in recipe.prompts.sources] + [
+        ("prompts.heldout", recipe.prompts.heldout)
+    ]
+    files = [
+        (key, partial(source_path, name, path.parent, key))
+        for key, name in named
+        if name != BUILTIN and not is_hub(name)
+    ]
+    folders = [("target.model", partial(resolve_model, name)) for name in [recipe.target.model] if stays_here(name)]
+    found = []
+    for key, look in [*files, *folders]:
+        try:
+            look()
+        except WrongInput as error:
+            found.append(Problem(place_of(path, overrides, key), key, str(error).removeprefix(f"{key}: ")))
+    return found
 
 
 def default_name(path: Path) -> str:

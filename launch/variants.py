@@ -22,6 +22,7 @@ from headstart.launch.recipe import (
     describe,
     dump_values,
     load_recipe,
+    missing_files,
     override,
     read_yaml,
 )
@@ -78,6 +79,7 @@ def load(path: Path, overrides: list[str] | tuple[str, ...] = ()) -> Loaded:
     if not problems:
         problems += incomparable(named, recipes, settings)
     if problems:
+        problems += [] if not recipes else missing_files(next(iter(recipes.values())), path, overrides)
         raise WrongInput(describe(path, problems))
     first = next(iter(recipes.values()))
     run_name = first.run.name or default_name(path)

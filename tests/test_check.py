@@ -132,6 +132,19 @@ def test_every_missing_prompt_file_is_named_at_once(recipe: Path) -> None:
     assert all(f"found no file or folder /{name}.jsonl" in text for name in ("one", "two", "three"))
 
 
+@pytest.mark.parametrize("variants", ["", "variants: {a: {}, b: {head: {kind: mlp}}}\n"], ids=["one head", "variants"])
+def test_missing_files_are_named_beside_keys_that_are_wrong(recipe: Path, variants: str) -> None:
+    content = recipe.read_text().replace("mine.jsonl", "nine.jsonl").replace("model: tiny", "model: ./nowhere")
+    recipe.write_text(content.replace("max_new_tokens", "max_new_token") + variants)
+    text = problems_of(recipe, "prompts.heldout=/three.jsonl", "prompts.num_train=many")
+    assert text.startswith("5 problems in")
+    for told in ("unknown key; did you mean traffic.max_new_tokens?", "prompts.num_train: found 'many'"):
+        assert told in text
+    for file in ("nine.jsonl", "/three.jsonl"):
+        assert f"{file}, expected `builtin`" in text
+    assert f"{recipe.name}:1: target.model: found no model called" in text
+
+
 def test_empty_prompt_files_are_refused(recipe: Path) -> None:
     (recipe.parent / "mine.jsonl").write_text("")
     assert "prompts" in problems_of(recipe)
