@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import sys
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from headstart.heads.store import hash_file, hash_json
 
 # Fields of config.json that say which library wrote it, not what the model computes.
 VOLATILE_CONFIG = ("transformers_version", "_name_or_path", "dtype", "torch_dtype", "use_cache")
+SLOW_BYTES = 4e9  # take more than some seconds to hash
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt", "vocab.txt")
 
 
@@ -124,6 +126,7 @@ def fingerprint(folder: Path, tokenizer: Any, stop_ids: set[int], config_stop_id
     weights = sorted(folder.glob("*.safetensors"))
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     template = tokenizer.chat_template
+    tell_hashing(folder, sum(file.stat().st_size for file in weights))
     return {
         "weights": hash_json([_hash_once(*_identity(file)) for file in weights]) if weights else "",
         "config": hash_json({key: value for key, value in config.items() if key not in VOLATILE_CONFIG}),
@@ -136,6 +139,13 @@ def fingerprint(folder: Path, tokenizer: Any, stop_ids: set[int], config_stop_id
 def _identity(file: Path) -> tuple[Path, int, int]:
     status = file.stat()
     return file, status.st_size, status.st_mtime_ns
+
+
+@lru_cache(maxsize=64)
+def tell_hashing(folder: Path, size: int) -> None:
+    """Say once why nothing else happens for a while."""
+    if size >= SLOW_BYTES:
+        print(f"hashing {size / 1e9:,.0f} GB of weights in {folder}", file=sys.stderr, flush=True)
 
 
 @lru_cache(maxsize=64)

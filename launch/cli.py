@@ -2,6 +2,7 @@
 
 import argparse
 import errno
+import io
 import os
 import re
 import sys
@@ -37,6 +38,8 @@ def main() -> None:
 def run(arguments: list[str]) -> int:
     """Run one command and return its exit code; a wrong input or a failed gate prints one message, no traceback."""
     options = parse(arguments)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(line_buffering=True)  # a pipe or a log shows how far it is, as a terminal does
     command: Callable[[argparse.Namespace], int | None] = options.command
     try:
         with polite_kill():

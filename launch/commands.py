@@ -2,6 +2,7 @@
 
 import dataclasses
 import shlex
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -44,6 +45,7 @@ def check(recipe_text: str, overrides: list[str], dry_run: bool, asked: "Asked |
     threads = ready_process(loaded.shared, processes)
     if not processes.first:
         return
+    tell_check(path)
     from headstart.launch.check import check_loaded, skip_lines
     from headstart.trainer.verdicts import check_broken
 
@@ -93,6 +95,7 @@ def train_checked(
     loaded: Loaded, path: Path, overrides: list[str], fresh: bool, threads: str, processes: Processes
 ) -> None:
     """What the first process does with a recipe that could be read."""
+    tell_check(path)
     from headstart.launch.check import check_loaded
     from headstart.trainer.verdicts import check_broken
 
@@ -282,6 +285,11 @@ def report(run_text: str) -> None:
         from headstart.eval.report import write_report
 
         print(write_report(run.folder))
+
+
+def tell_check(path: Path) -> None:
+    """Say what takes the next seconds: importing torch, then reading prompts and the target's files."""
+    print(f"checking {path} against its target and prompts", file=sys.stderr, flush=True)
 
 
 def run_folder(recipe: Recipe) -> RunFolder:

@@ -202,6 +202,7 @@ def test_every_launcher_reads_the_recipe_and_takes_the_same_threads(command: lis
     done = subprocess.run(command, cwd=elsewhere, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert "model: tiny" in done.stdout
+    assert f"checking {recipe} against its target and prompts\n" in done.stderr
     threads = next(line for line in done.stdout.splitlines() if line.startswith("  threads           "))
     assert threads.split()[1] == str(len(os.sched_getaffinity(0)))
     assert [*elsewhere.iterdir()] == []  # a dry run writes nothing

@@ -4,6 +4,7 @@ import errno
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -116,6 +117,16 @@ def test_listings_print_recipes_settings_and_runs(tmp_path: Path, capsys: pytest
     (tmp_path / "first" / "recipe.yaml").write_text("train: {depth: 2}\n")
     assert cli.run(["ls", "runs", "--root", str(tmp_path)]) == 0
     assert capsys.readouterr().out.split() == ["first", "started"]
+
+
+def test_a_pipe_gets_each_line_when_it_is_printed() -> None:
+    code = "import time; from headstart.launch import cli; cli.run(['ls', 'heads']); time.sleep(60)"
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        began = time.monotonic()
+        assert process.stdout.readline().startswith("eagle3")
+        process.kill()
+    assert time.monotonic() - began < 30
 
 
 def test_threads_follow_the_cores_and_not_the_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
