@@ -12,6 +12,7 @@ from transformers import (
     AutoTokenizer,
     GemmaConfig,
     GPT2Config,
+    GPTNeoXConfig,
     LlamaConfig,
     MambaConfig,
     MistralConfig,
@@ -76,7 +77,13 @@ def assert_generates_alike(target: Target) -> None:
 
 @pytest.mark.parametrize(
     "config",
-    [Qwen2Config(**SMALL), Qwen3Config(**SMALL), MistralConfig(**SMALL, sliding_window=None), GemmaConfig(**SMALL)],
+    [
+        Qwen2Config(**SMALL),
+        Qwen3Config(**SMALL),
+        MistralConfig(**SMALL, sliding_window=None),
+        GemmaConfig(**SMALL),
+        GPTNeoXConfig(**SMALL),
+    ],
     ids=lambda config: config.model_type,
 )
 def test_other_architectures_answer_as_transformers_generate_does(config, tmp_path, tiny_folder):
