@@ -169,7 +169,7 @@ def test_a_command_that_loses_its_store_says_how_to_go_on(tmp_path, capsys, monk
     monkeypatch.setattr("sys.argv", ["headstart", *command])
     assert cli.run(command) == 1
     message = capsys.readouterr().err
-    assert message.startswith("error: failing://lost cannot be used: ConnectionResetError: the network is gone\n")
+    assert "\nerror: failing://lost cannot be used: ConnectionResetError: the network is gone\n" in message
     assert "to continue from here: " in message
     assert message.rstrip().endswith("run.store=failing://lost")
 
