@@ -12,7 +12,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from headstart.heads.contract import Head
-from headstart.heads.description import DESCRIPTION, HEAD_SCHEMA, WEIGHTS, read_description
+from headstart.heads.description import DAMAGED, DESCRIPTION, HEAD_SCHEMA, WEIGHTS, check_weights, read_description
 from headstart.heads.draft import DraftModel
 from headstart.heads.eagle1 import Eagle1
 from headstart.heads.eagle3 import Eagle3
@@ -37,8 +37,6 @@ KINDS: dict[str, type[Head]] = {
     "mtp": MTP,
 }
 
-DAMAGED = "The checkpoint is damaged: use another one of the run (checkpoints/last and best name them), or train again."
-
 
 def build_head(settings: HeadSettings, facts: TargetFacts, draft_ids_V: torch.Tensor) -> Head:
     """A new head of `settings.kind` with random weights."""
@@ -62,6 +60,7 @@ def save_head(folder: Path, head: Head, step: int) -> None:
             **({"base": head.base.to_dict()} if head.base else {}),
             "taps": head.taps,
             "draft_ids_sha256": hash_ids(head.draft_ids_V.cpu().numpy()),
+            "weights_sha256": head_hash(folder),
         },
     )
 
@@ -70,8 +69,8 @@ def load_head(folder: Path, target: Any) -> Head:
     """Rebuild a saved head and attach it to its target.
 
     Raises:
-        WrongInput: no head there, an unknown kind, tensors missing or left over, a vocabulary map that is not the recorded
-            one, or a target other than the one the head was trained for.
+        WrongInput: no head there, an unknown kind, tensors missing or left over, a vocabulary map or weights that are not
+            the recorded ones, or a target other than the one the head was trained for.
     """
     description = read_description(folder)
     check_target(folder, target.facts)
@@ -93,6 +92,7 @@ def load_head(folder: Path, target: Any) -> Head:
         raise WrongInput(
             f"{folder}: tensors missing {missing}, unexpected {left_over}, of another shape {misshapen}.\n{DAMAGED}"
         )
+    check_weights(folder, description)
     with torch.no_grad():
         for name, parameter in expected.items():
             parameter.copy_(tensors[name])
@@ -144,7 +144,11 @@ def head_hash(folder: Path) -> str:
 
 
 def checkpoint_identity(folder: Path) -> dict[str, Any]:
-    """What a measurement speaks of: a saved head's weights, and the settings that say what they compute."""
+    """What a measurement speaks of: a saved head's weights, and the settings that say what they compute.
+
+    Raises:
+        WrongInput: the weights are not those that were saved; also as `read_description`.
+    """
     description = read_description(folder)
     meaning = {name: description[name] for name in ("kind", "settings", "taps", "draft_ids_sha256")}
     if "base" in description:
@@ -152,6 +156,6 @@ def checkpoint_identity(folder: Path) -> dict[str, Any]:
     return {
         "kind": description["kind"],
         "step": description.get("step"),
-        "sha256": head_hash(folder),
+        "sha256": check_weights(folder, description),
         "settings_sha256": hash_json(meaning),
     }

@@ -6,10 +6,11 @@ from typing import Any
 
 from headstart.heads.errors import WrongInput
 from headstart.heads.settings import HEADS
-from headstart.heads.store import read_json
+from headstart.heads.store import hash_file, read_json
 
 HEAD_SCHEMA = "headstart.head/1"
 WEIGHTS, DESCRIPTION = "head.safetensors", "head.json"
+DAMAGED = "The checkpoint is damaged: use another one of the run (checkpoints/last and best name them), or train again."
 
 
 def read_description(folder: Path) -> dict[str, Any]:
@@ -37,3 +38,17 @@ def read_description(folder: Path) -> dict[str, Any]:
             "it was edited, or trained by another version.\nLoad it with that version, or train again."
         )
     return description
+
+
+def check_weights(folder: Path, description: dict[str, Any]) -> str:
+    """The sha256 of a saved head's weights file, which has to be the one that was written.
+
+    Raises:
+        WrongInput: it is another one; descriptions before this entry name none.
+    """
+    found = hash_file(folder / WEIGHTS)
+    if (expected := description.get("weights_sha256", found)) != found:
+        raise WrongInput(
+            f"{folder / WEIGHTS}: found sha256 {found[:12]}, expected {expected[:12]}, as {DESCRIPTION} says.\n{DAMAGED}"
+        )
+    return found

@@ -80,5 +80,6 @@ def told(settings: DraftSettings, facts: TargetFacts) -> str:
         f"found a draft that is the target {facts.shown_name!r} itself, all {facts.num_layers} layers of it, expected a "
         "smaller model: every draft would be accepted, and nothing saved.\n"
         "Keep fewer of its layers in head.layers, or name a smaller model in head.model. To see the target accept itself "
-        f"all the same, say both: head.model={settings.model or facts.name} head.layers=[{every}]"
+        f"all the same, say both head.model={settings.model or facts.name} and head.layers=[{every}], with "
+        "train.learning_rate=1e-12, which leaves it as it is."
     )

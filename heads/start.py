@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from headstart.heads.description import WEIGHTS, read_description
+from headstart.heads.description import WEIGHTS, check_weights, read_description
 from headstart.heads.errors import WrongInput
 from headstart.heads.facts import TargetFacts, default_taps
 from headstart.heads.settings import HeadSettings
@@ -99,6 +99,7 @@ def saved_start(folder: Path) -> Start:
     """
     description = read_description(folder)
     stored = stored_tensors([folder / WEIGHTS])
+    check_weights(folder, description)
     ids = stored.pop("draft_ids", None)
     if ids is None:
         raise WrongInput(

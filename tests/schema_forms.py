@@ -264,7 +264,7 @@ TRAIN_KEYS = {
     "train/num_supervised": int,
     "train/tokens_per_s": NUMBER,
 }
-HEAD = {"schema": str, "kind": str, "step": int, "settings": dict, "target": dict, "taps": [int]}
+HEAD = {"schema": str, "kind": str, "step": int, "settings": dict, "target": dict, "taps": [int], "weights_sha256": str}
 TRAFFIC_COLUMNS = {
     "prompt_id": "string",
     "route": "string",

@@ -11,11 +11,12 @@ from headstart.eval import engines
 from headstart.eval.engine_runs import EngineReply, EngineRun
 from headstart.eval.identity import Rescorer
 from headstart.eval.settings import EvalSettings, ExportSettings
-from headstart.heads.checkpoint import checkpoint_identity, head_hash, save_head
+from headstart.heads.checkpoint import checkpoint_identity, head_hash, load_head, save_head
 from headstart.heads.errors import GateFailed, WrongInput
 from headstart.heads.export.serving import serving_text
 from headstart.heads.paths import Path
 from headstart.heads.settings import TargetSettings
+from headstart.heads.start import saved_start
 from headstart.heads.store import read_json
 from headstart.heads.target import load_target
 from headstart.launch.export_gate import export_head
@@ -129,6 +130,24 @@ def test_a_damaged_head_description_is_named(change, said, run, tiny_target):
     file.write_text(json.dumps(description))
     with pytest.raises(WrongInput, match=rf"head\.json: found {said}"):
         export(run, tiny_target, untested=True)
+
+
+def test_one_flipped_bit_of_the_weights_is_noticed_by_whoever_reads_them(run, tiny_target):
+    folder = run / "checkpoints" / "step-000007"
+    measure(run, acceptance=acceptance(own_hash(run)), lossless=lossless(own_hash(run)))
+    content = bytearray((folder / "head.safetensors").read_bytes())
+    content[-5] ^= 1
+    (folder / "head.safetensors").write_bytes(content)
+    readers = {
+        "measured or not": lambda: export(run, tiny_target, untested=True),
+        "gate": lambda: export(run, tiny_target),
+        "evaluation": lambda: load_head(folder, tiny_target),
+        "warm start": lambda: saved_start(folder),
+    }
+    for reader, read in readers.items():
+        with pytest.raises(WrongInput, match=r"head\.safetensors: found sha256 \w+, expected \w+(.|\n)*damaged"):
+            pytest.fail(f"{reader}: {read()}")
+    assert not (run / "export").exists()
 
 
 @pytest.mark.parametrize("text", ["{", "[]", "{}", '{"schema": "headstart.acceptance/9"}'])

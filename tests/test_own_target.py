@@ -20,7 +20,7 @@ from headstart.launch.export_gate import export_head
 from tests.small_decoding import NO_STOP, make_path, make_prompts
 
 ALL = [0, 1, 2, 3]
-REFUSED = r"found a draft that is the target 'tiny' itself(.|\n)*say both: head\.model=\S+ head\.layers=\[0,1,2,3\]"
+REFUSED = r"found a draft that is the target 'tiny' itself(.|\n)*say both head\.model=\S+ and head\.layers=\[0,1,2,3\]"
 
 
 @pytest.fixture(scope="module")

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from headstart.heads.checkpoint import DESCRIPTION, WEIGHTS, read_tensors, save_head, write_tensors
 from headstart.heads.contract import Head
+from headstart.heads.description import check_weights, read_description
 from headstart.heads.errors import WrongInput
 from headstart.heads.store import atomic_path, read_json, write_json
 from headstart.trainer.strategy import Strategy
@@ -110,7 +111,8 @@ def load_checkpoint(checkpoint: Path, strategy: Strategy, identity: dict[str, An
     """Put a checkpoint into a head and an optimiser of the same run, on as many processes as there are now.
 
     Raises:
-        WrongInput: the checkpoint's identity differs (the fields are named), or its tensors are not the head's.
+        WrongInput: the checkpoint's identity differs (the fields are named), or its tensors are not the head's, or not
+            those that were saved.
     """
     if not (checkpoint / "trainer" / "state.json").is_file():
         raise WrongInput(
@@ -130,6 +132,7 @@ def load_checkpoint(checkpoint: Path, strategy: Strategy, identity: dict[str, An
         old, new = (f"{found['world']} x {name}" for found, name in ((state["identity"], was), (identity, now)))
         print(f"{old} in the checkpoint, {new} now: the same steps on the same paths, equal but for rounding")
     saved = read_tensors(checkpoint / WEIGHTS)
+    check_weights(checkpoint, read_description(checkpoint))
     draft_ids_V = saved.pop("draft_ids", torch.empty(0, dtype=torch.int64))
     head = strategy.head
     if saved.keys() != head.trained_tensors().keys() or not torch.equal(draft_ids_V, head.draft_ids_V.cpu()):
