@@ -44,7 +44,7 @@ def check_weights(folder: Path, description: dict[str, Any]) -> str:
     """The sha256 of a saved head's weights file, which has to be the one that was written.
 
     Raises:
-        WrongInput: it is another one; descriptions before this entry name none.
+        WrongInput: it is another one. Of a description that names none, any is right.
     """
     found = hash_file(folder / WEIGHTS)
     if (expected := description.get("weights_sha256", found)) != found:

@@ -27,7 +27,7 @@ from headstart.heads.facts import TargetFacts
 from headstart.heads.growth import Chain, TreeSlots
 from headstart.heads.layers import Projection, Rotary
 from headstart.heads.lora import adapt, is_adapter, merge, plain_name
-from headstart.heads.own_target import check_other, refuse_unchanged
+from headstart.heads.own_target import refuse_unchanged, refuse_whole
 from headstart.heads.settings import DraftSettings
 from headstart.heads.target_facts import LLAMA_LIKE
 
@@ -88,7 +88,7 @@ class DraftModel(Head):
         check_layers(settings, form)
         if base:
             check_tokens(base, target)
-        check_other(settings, kept_layers(settings, form), base.facts if base else None, target.facts)
+        refuse_whole(settings, kept_layers(settings, form), base.facts if base else None, target.facts)
 
     def refuse_own_target(self, target: Any) -> None:
         refuse_unchanged(self.settings, dict(self.model.named_parameters()), self.embedding_VH, target)

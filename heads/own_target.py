@@ -16,7 +16,7 @@ from headstart.heads.settings import DraftSettings
 from headstart.heads.target import Target
 
 
-def check_other(settings: DraftSettings, layers: list[int], base: TargetFacts | None, facts: TargetFacts) -> None:
+def refuse_whole(settings: DraftSettings, layers: list[int], base: TargetFacts | None, facts: TargetFacts) -> None:
     """Refuse settings that make a draft of the whole target: of it, or of a model with its very weights.
 
     Args:
@@ -52,6 +52,7 @@ def refuse_unchanged(
 
 
 def same_layers(layers: Mapping[str, Tensor], target: Target) -> bool:
+    """Whether a draft's layers and final norm are all of the target's, and its adapters add nothing."""
     own = {plain_name(name): tensor for name, tensor in layers.items() if not is_adapter(name)}
     num_tensors = 1
     for index in range(target.facts.num_layers):
@@ -71,6 +72,7 @@ def same(own: Tensor | None, theirs: Tensor | None) -> bool:
 
 
 def asked(settings: DraftSettings, facts: TargetFacts) -> bool:
+    """Whether the settings say twice that the draft is the target."""
     return bool(settings.model) and settings.layers == list(range(facts.num_layers))
 
 

@@ -45,14 +45,15 @@ def atomic_path(path: Path) -> Iterator[Path]:
         temporary.unlink(missing_ok=True)
 
 
-def remove_leftovers(folder: Path, *, locked: bool) -> None:
+def remove_leftovers(folder: Path, *, locked: bool, of: str = "*") -> None:
     """Delete what processes that are gone left half written in `folder` (their id is in the name, see `atomic_path`).
 
     Args:
         locked: whether the caller is the only writer there. Then every such file is left over, also where another process
             has the id of its writer now, as it often has in a container.
+        of: pattern of the names that were to be written; default: any.
     """
-    for path in folder.glob(".*.tmp"):
+    for path in folder.glob(f".{of}.*.tmp"):
         writer = path.name.split(".")[-2]
         if writer.isdigit() and (locked or not _alive(int(writer))):
             if path.is_dir() and not path.is_symlink():

@@ -43,6 +43,15 @@ def test_a_disk_that_is_full_at_the_last_moment_leaves_the_earlier_export(tmp_pa
     assert found(out) == "first"
 
 
+def test_what_a_killed_export_left_is_gone_with_the_next_and_nothing_of_others(tmp_path):
+    out, gone = tmp_path / "mine", 2**22 + 1  # above the largest id of a process
+    left = [tmp_path / f".{name}.{gone}.tmp" for name in ("mine", "mine.old", "minus", "theirs")]
+    for folder in left:
+        folder.mkdir()
+    export(out, "next")
+    assert sorted(tmp_path.iterdir()) == sorted([out, *left[2:]])
+
+
 def test_of_two_exports_at_once_one_is_there_and_the_other_says_so(tmp_path, monkeypatch):
     out = tmp_path / "vllm"
     export(out, "first")

@@ -5,6 +5,7 @@ import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
+from glob import escape
 from pathlib import Path
 
 import torch
@@ -12,7 +13,7 @@ import torch
 from headstart.heads.errors import WrongInput
 from headstart.heads.export.card import RECORD, RECORD_SCHEMA
 from headstart.heads.export.readers.files import DTYPES
-from headstart.heads.store import read_json
+from headstart.heads.store import read_json, remove_leftovers
 
 # Where no method is named, vLLM guesses it from these substrings of a path. The card names it, so that a run may be called
 # eagle-2; the exported folder's own name, which is what people copy, must not mislead.
@@ -77,6 +78,7 @@ def fresh_folder(out: Path) -> Iterator[Path]:
             if error.errno not in (errno.ENOENT, errno.ENOTEMPTY, errno.EEXIST):
                 raise
             raise WrongInput(f"{out}: another command exported there just now. Run this one again.") from None
+        remove_leftovers(out.parent, locked=False, of=escape(out.name))
     finally:
         for folder in (temporary, replaced):
             shutil.rmtree(folder, ignore_errors=True)

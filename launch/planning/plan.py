@@ -196,7 +196,7 @@ def derived_of_head(recipe: Recipe, checked: Checked, start: Start | None) -> li
     ]
 
 
-def stages(left: Remaining, has_weights: bool, store: ObjectStore | None = None) -> list[Row]:
+def stages(left: Remaining, has_weights: bool, store: ObjectStore | None) -> list[Row]:
     """Each stage before training with its key, and whether it is reused, continued or run."""
     if not has_weights:
         return [(name, "", "runs, once the target's weights are there") for name in BEFORE_TRAINING]
