@@ -42,14 +42,14 @@ from headstart.heads.store import read_json, write_json
 from headstart.heads.target import Target, load_target
 
 
-class Kind(NamedTuple):
+class EngineKind(NamedTuple):
     """An engine: how it is run, and how it is put in place (what that returns is printed)."""
 
     opened: Callable[[], AbstractContextManager[Engine]]
     install: Callable[[], object]
 
 
-VLLM, LLAMACPP = Kind(open_vllm, install_vllm), Kind(open_llamacpp, install_llamacpp)
+VLLM, LLAMACPP = EngineKind(open_vllm, install_vllm), EngineKind(open_llamacpp, install_llamacpp)
 # By the engine that a folder was written for; speculators is a layout, which vLLM loads.
 ENGINES = {"vllm": VLLM, "speculators": VLLM, "llamacpp": LLAMACPP}
 
@@ -57,7 +57,7 @@ ENGINES = {"vllm": VLLM, "speculators": VLLM, "llamacpp": LLAMACPP}
 @contextmanager
 def opened_engines() -> Iterator[Callable[[str], Engine]]:
     """Yield `get(name)` of `ENGINES`: each engine is opened when it is first asked for, and closed at the end."""
-    opened: dict[Kind, Engine] = {}
+    opened: dict[EngineKind, Engine] = {}
     with ExitStack() as stack:
 
         def get(name: str) -> Engine:

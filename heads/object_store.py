@@ -8,7 +8,7 @@ import errno
 import json
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -211,6 +211,11 @@ class StageCopy:
         for name, output in unlike(outputs, self.outputs).items():
             self.store.put(folder / name, f"{self.name}/{name}")
             self.outputs[name] = output
+
+    def others_sent(self, outputs: Iterable[Outputs]) -> None:
+        """Note files that other processes have put there."""
+        for theirs in outputs:
+            self.outputs.update(theirs)
 
     def publish(self, stage: "Stage") -> None:
         """Put the manifest there, after every file that it names.

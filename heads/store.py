@@ -189,20 +189,22 @@ class Stage:
     def mend(self) -> None:
         """Take what a copy has of a stage that is not whole here, and let files be made again that are whole nowhere.
 
-        What is here and damaged is put aside, to be looked at. The copy then is what the stage is here.
+        What is here and damaged is put aside, to be looked at, and what was left half written is gone. The copy then is what
+        the stage is here. Nobody else may write the folder meanwhile.
 
         Raises:
             StoreFailed: the copy cannot be read or written.
         """
         there = self.copy.manifest(self.key) if self.copy is not None else None
-        if there is not None and self._is_behind(there):
-            self.manifest = there
+        taken = there if there is not None and self._is_behind(there) else None
+        self.manifest = taken or self.manifest
         damaged = self.damaged() if self.complete or self.copy is not None else []
-        if damaged and self.copy is not None:
+        if damaged or not self.complete:
             remove_leftovers(self.folder, locked=True)
+        if damaged and self.copy is not None:
             damaged = self.copy.fetch(self.folder, {name: self.outputs[name] for name in damaged})
-        if self.manifest is there:  # as it was written: what it took to come is no time of the stage
-            write_json(self.folder / MANIFEST, there)
+        if taken is not None:  # as it was written: what it took to come is no time of the stage
+            write_json(self.folder / MANIFEST, taken)
             self.since = time.perf_counter()
         self.forget(damaged, "missing or damaged")
         if self.copy is not None and not self.copy.tells(self):

@@ -101,7 +101,7 @@ def read_served(loader, root, url, ranks=None):
     talks = plan_traffic(loader, asked, settings).conversations
     chunks = [replace(chunk, states_dtype=torch.float32) for chunk in plan_chunks(asked, settings)]
     with ranks.first_before_others():
-        traffic, _ = open_stages(loader, prompts, settings, root, 0, SPLITS, mend=ranks.first)
+        traffic, _ = open_stages(loader, prompts, settings, root, 0, SPLITS, mend=ranks.first, store=None)
     own = shares(chunks, traffic, "float32", settings, ranks)
     answers = answer_chunks(loader, traffic, own, talks, settings, 0, Progress("served", len(asked)), ranks)
     states = {prompt_id: x for found in answers if found for prompt_id, x in found.states.items()}

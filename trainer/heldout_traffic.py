@@ -10,7 +10,7 @@ from pathlib import Path as FilePath
 from typing import Any
 
 from headstart.heads.object_store import ObjectStore
-from headstart.heads.store import Stage, open_stage, remove_leftovers
+from headstart.heads.store import Stage, open_stage
 from headstart.heads.target import TargetLoader
 from headstart.trainer.conversations import plan_conversations
 from headstart.trainer.features import finish, has
@@ -51,7 +51,6 @@ def make_heldout_traffic(
     stage.mend()
     if stage.complete:
         return stage
-    remove_leftovers(stage.folder, locked=True)
     asked = [prompt for prompt in read_prompts(prompts.folder) if prompt.split == SPLIT]
     talks, _ = plan_conversations(load_target, asked, settings)  # what is left out is so at every temperature
     chunks = plan_chunks([prompt for prompt in asked if prompt.prompt_id in talks], settings, stored=())

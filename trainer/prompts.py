@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from headstart.heads.errors import WrongInput
 from headstart.heads.paths import SPLITS, Prompt
-from headstart.heads.store import Stage, atomic_path, hash_file, hash_json, open_stage, remove_leftovers, stage_inputs
+from headstart.heads.store import Stage, atomic_path, hash_file, hash_json, open_stage, stage_inputs
 from headstart.trainer.settings import PromptSettings
 from headstart.trainer.similarity import NearIndex, prompt_text
 from headstart.trainer.sources import (
@@ -109,7 +109,6 @@ def make_prompts(
     stage.mend()
     if stage.complete:
         return stage
-    remove_leftovers(stage.folder, locked=True)
     found = gather(settings, base)
     if settings.num_synthesized and target is not None:
         add_synthesized(found, settings, seed, target)

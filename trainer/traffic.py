@@ -25,7 +25,7 @@ import torch
 from headstart.heads.object_store import ObjectStore
 from headstart.heads.paths import SPLITS, UNKNOWN, Prompt, read_part
 from headstart.heads.sampling import Sampling
-from headstart.heads.store import Stage, atomic_path, open_stage, remove_leftovers, stage_inputs
+from headstart.heads.store import Stage, atomic_path, open_stage, stage_inputs
 from headstart.heads.target import States, Target, TargetLoader
 from headstart.trainer.conversations import Answered, Conversation, answer_turns, longest_request, prompt_limit
 from headstart.trainer.features import (
@@ -156,7 +156,7 @@ def open_stages(
     seed: int,
     stored: Sequence[str],
     mend: bool,
-    store: ObjectStore | None = None,
+    store: ObjectStore | None,
 ) -> tuple[Stage, Stage]:
     """Traffic and features, begun, interrupted or complete.
 
@@ -173,9 +173,6 @@ def open_stages(
     if mend:
         features.mend()
         features.forget(of_other_replies(features, traffic), "of other replies")
-    if mend and not (traffic.complete and features.complete):
-        remove_leftovers(traffic.folder, locked=True)
-        remove_leftovers(features.folder, locked=True)
     return traffic, features
 
 
@@ -266,8 +263,7 @@ def publish(stage: Stage, own: dict[str, Any], ranks: Ranks) -> None:
     stage.send(own)
     others = ranks.collect(own)
     if ranks.first:
-        for theirs in others:
-            stage.copy.outputs.update(theirs)
+        stage.copy.others_sent(others)
         stage.publish()
 
 
